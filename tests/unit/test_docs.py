@@ -8,7 +8,7 @@ import pytest
 import diloco
 from diloco.swarm.network.transport import LEAST_RATE
 from diloco.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
-from diloco.swarm.protocol import attendance, leader_watch, quorum, shares
+from diloco.swarm.protocol import attendance, leader_watch, quorum, timing
 from diloco.swarm.settings import Settings
 from diloco.swarm.simulator import schedules
 from diloco.training.config.run_file import known_keys
@@ -109,7 +109,7 @@ def test_every_file_and_message_that_the_protocol_names_exists() -> None:
     ("words", "constant", "value"),
     [
         ("A term may be 1,000 above the last", leader_watch._MOST_TERMS, 1000),
-        ("passed over for a minute", attendance._PASSED_OVER_SECONDS, 60.0),
+        ("passed over for a minute", timing.PASSED_OVER_SECONDS, 60.0),
         (
             "three rounds wait for it, then every second, fourth, eighth",
             (attendance.MISSES, attendance._RAREST),
@@ -117,7 +117,7 @@ def test_every_file_and_message_that_the_protocol_names_exists() -> None:
         ),
         ("64 a second of a peer are answered, after 256 at once", (CALLS_PER_SECOND, CALLS_AT_ONCE), (64, 256)),
         ("a stream brings 4 KiB/s or breaks", LEAST_RATE, 4096),
-        ("reduces nothing for ten minutes", shares._WITHHELD_SECONDS, 600.0),
+        ("reduces nothing for ten minutes", timing.WITHHELD_SECONDS, 600.0),
         ("as long as three or more members count", quorum.FEWEST, 3),
         ("from what it has seen itself three times", Settings("", "").refusals_to_ban, 3),
         ("else `4 × lost_seconds`", Settings("", "", lost_seconds=1.0).stall_seconds, 4.0),

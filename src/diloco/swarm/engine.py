@@ -23,6 +23,7 @@ from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey
 from diloco.errors import EngineError, RoundFailed
 from diloco.swarm.installed import check_swarm
 from diloco.swarm.pending_round import FailedRound, RoundMemoryPool, SwarmRound, as_tensor
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.status import RunStatus
 from diloco.swarm.settings import Settings
 from diloco.swarm.sidecar import messages, snapshots
@@ -33,10 +34,6 @@ from diloco.swarm.trainer import PostedRound, RoundOutcome
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 120.0
-_JOIN_SECONDS = 6 * 3600.0  # a large state over a slow line; the sidecar itself notices a stalled transfer
-_PROGRESS_SECONDS = 0.5
-_LAST_ROUND_SECONDS = 10.0
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
 
@@ -51,7 +48,7 @@ class SwarmEngine(Engine):
         settings: Settings,
         *,
         on_event: OnEvent | None = None,
-        start_seconds: float = START_SECONDS,
+        start_seconds: float = timing.ENGINE_START_SECONDS,
         command: Sequence[str] | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
@@ -156,7 +153,7 @@ class SwarmEngine(Engine):
         self._snapshots.paused = paused
 
     def fetch_state(self) -> GlobalState | None:
-        seconds = self.settings.timeout_seconds if self._has_state else _JOIN_SECONDS
+        seconds = self.settings.timeout_seconds if self._has_state else timing.FETCH_STATE_SECONDS
         answer, losses = self._request_until_answered(
             lambda number: messages.FetchState(number, self.most_state_bytes), "the others' state", seconds
         )
@@ -200,11 +197,13 @@ class SwarmEngine(Engine):
 
     def fetch_file(self, name: str, path: Path) -> None:
         """Download it from any member that has it; `path` then holds the whole file, or does not exist."""
-        self._request_until_answered(lambda number: messages.FetchFile(number, name, str(path)), name, _JOIN_SECONDS)
+        self._request_until_answered(
+            lambda number: messages.FetchFile(number, name, str(path)), name, timing.FETCH_STATE_SECONDS
+        )
 
     def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float, run_tokens: int = 0) -> None:
         now = time.monotonic()
-        if now - self._progress_sent_at >= _PROGRESS_SECONDS:
+        if now - self._progress_sent_at >= timing.PROGRESS_SECONDS:
             self._progress_sent_at = now
             self._sidecar.send(messages.Progress(inner_steps, tokens, loss, step_seconds, run_tokens), seconds=0.0)
 
@@ -235,7 +234,7 @@ class SwarmEngine(Engine):
 
     def leave_soon(self) -> None:
         """Give rounds in flight ten more seconds. May be called from a signal handler."""
-        self.leave_deadline = min(self.leave_deadline, time.monotonic() + _LAST_ROUND_SECONDS)
+        self.leave_deadline = min(self.leave_deadline, time.monotonic() + timing.LAST_ROUND_SECONDS)
 
     def close(self) -> None:
         """Tell the others that this worker leaves, and end the sidecar; takes a few seconds at most."""

@@ -20,15 +20,13 @@ from diloco.engines.base import PendingRound
 from diloco.engines.header import find_report_fault, unpack
 from diloco.engines.rounds import Contribution, Member, Report, RoundResult
 from diloco.errors import DiLoCoError, EngineError, Excluded, RoundFailed
+from diloco.swarm.protocol import timing
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.sidecar.messages import PostRound, RoundEnded
 from diloco.swarm.sidecar.supervisor import SidecarLost
 from diloco.swarm.trainer import PostedRound, PresentWorker, RoundOutcome
 
 logger = logging.getLogger(__name__)
-
-_GRACE_SECONDS = 5.0  # after the deadline, for the sidecar to report the failure itself
-_POLL_SECONDS = 0.5
 
 
 def as_tensor(memory: SharedMemory) -> torch.Tensor:
@@ -121,7 +119,7 @@ class SwarmRound(PendingRound):
         self._owner, self._contribution, self._answer = owner, contribution, answer
         self._number, self._sequence = message.number, message.round.key.sequence
         self._posted: PostedRound | None = message.round
-        self._deadline = time.monotonic() + message.round.deadline_seconds + _GRACE_SECONDS
+        self._deadline = time.monotonic() + message.round.deadline_seconds + timing.DEADLINE_GRACE_SECONDS
         self._outcome: RoundResult | DiLoCoError | None = None
         self._has_mean = False  # it is copied already
 
@@ -130,7 +128,7 @@ class SwarmRound(PendingRound):
             left = min(self._deadline, self._owner.leave_deadline) - time.monotonic()
             if left <= 0:
                 return None
-            wait([self._answer], min(_POLL_SECONDS, left))
+            wait([self._answer], min(timing.OUTCOME_POLL_SECONDS, left))
         if self._answer.exception() is not None:
             return None
         outcome, posted = self._answer.result().outcome, self._posted
@@ -159,7 +157,7 @@ class SwarmRound(PendingRound):
         while True:
             left = min(self._deadline, self._owner.leave_deadline) - time.monotonic()
             try:  # wake up now and then: `leave_deadline` may be set meanwhile
-                ended = self._answer.result(max(0.0, min(_POLL_SECONDS, left)))
+                ended = self._answer.result(max(0.0, min(timing.OUTCOME_POLL_SECONDS, left)))
             except SidecarLost as lost:
                 raise self._failed(str(lost), resync=True) from lost
             except RoundFailed as failure:

@@ -13,12 +13,11 @@ import pytest
 
 from diloco.cli.main import run
 from diloco.swarm.doctor import machine_checks, network_checks, swarm_checks
-from diloco.swarm.network import reachability
 from diloco.swarm.network.addresses import ListenConfig
-from diloco.swarm.network.p2pd import transport as p2pd_transport
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.node.node import Node
+from diloco.swarm.protocol import timing
 from diloco.swarm.run_files import invitation_file, write_private
 from diloco.swarm.settings import Settings
 from diloco.swarm.trainer import Snapshot
@@ -60,11 +59,11 @@ async def _node(folder: Path, ready: "threading.Event", told: dict[str, Any]) ->
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures little, and waits long enough for a busy machine, whose clock check is then less exact."""
     monkeypatch.setattr(swarm_checks, "_MAX_PIECES", 4)
-    monkeypatch.setattr(swarm_checks, "_SECONDS", 100.0)
+    monkeypatch.setattr(timing, "DOCTOR_SECONDS", 100.0)
     monkeypatch.setattr(swarm_checks, "_SOME_SKEW", 200.0)
     monkeypatch.setattr(swarm_checks, "_MOST_SKEW", 200.0)
-    monkeypatch.setattr(p2pd_transport, "_ASK_SECONDS", 100.0)
-    monkeypatch.setattr(reachability, "_DIAL_BACK_SECONDS", 50.0)
+    monkeypatch.setattr(timing, "DAEMON_ASK_SECONDS", 100.0)
+    monkeypatch.setattr(timing, "DIAL_BACK_SECONDS", 50.0)
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,12 @@ import torch
 
 from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import ConfigError, EngineError, RoundFailed
-from diloco.swarm import installed, pending_round
+from diloco.swarm import installed
 from diloco.swarm.engine import SwarmEngine
 from diloco.swarm.installed import check_swarm
+from diloco.swarm.protocol import timing
 from diloco.swarm.settings import Settings
-from diloco.swarm.sidecar import child_process, supervisor
+from diloco.swarm.sidecar import child_process
 from support.processes import context
 from support.rounds import contribution, decoded, values
 from support.swarm.sidecars import COMMAND, processes_with, told
@@ -177,7 +178,7 @@ def test_files_and_progress_reach_the_node_and_its_status_comes_back(
 def test_lost_and_frozen_sidecars_fail_their_rounds_and_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(timing, "RESTART_PAUSE_SECONDS", 0.1)
     before, threads = open_files(), set(threading.enumerate())
     lose_sidecars(tmp_path, monkeypatch)
     assert (tmp_path / "swarm" / "left").exists() and (tmp_path / "swarm" / "closed").exists()
@@ -204,7 +205,7 @@ def lose_sidecars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert posted(engine, 2).wait().total_weight == 2.0
     frozen = posted(engine, 3, b"freeze")
     with monkeypatch.context() as patch:
-        patch.setattr(supervisor, "SILENT_TURNS", 1)
+        patch.setattr(timing, "SIDECAR_SILENT_TURNS", 1)
         with pytest.raises(RoundFailed, match=r"it was silent for \d+ s, and was killed"):
             frozen.wait()
     assert engine.fetch_state() is not None
@@ -221,7 +222,7 @@ def lose_sidecars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_round_that_is_not_ended_in_time_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_round, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(timing, "DEADLINE_GRACE_SECONDS", 0.1)
     engine = made(tmp_path)
     sidecar = told(engine.settings)["pid"]
     with pytest.raises(RoundFailed, match="round 0: the swarm's process did not end it in time"):

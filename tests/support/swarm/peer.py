@@ -81,10 +81,10 @@ class LaunchedPeer:
 
 
 async def _main() -> None:
-    from diloco.swarm.network import hole_punching, reachability
     from diloco.swarm.network.addresses import ListenConfig
     from diloco.swarm.network.p2pd.transport import P2pdTransport
     from diloco.swarm.network.transport import Stream
+    from diloco.swarm.protocol import timing
 
     async def answer(peer: str, request: bytes) -> bytes:
         return f"{peer} said ".encode() + request
@@ -115,8 +115,8 @@ async def _main() -> None:
         raise ValueError(what)
 
     given = json.loads(sys.argv[1])
-    hole_punching.SECONDS = given["punch_seconds"]
-    reachability._DIAL_BACK_SECONDS = 4.0  # a busy machine may need more than the usual 1.5
+    timing.PUNCH_SECONDS = given["punch_seconds"]
+    timing.DIAL_BACK_SECONDS = 4.0  # a busy machine may need more than the usual 1.5
     config = ListenConfig(port=given["port"], announce=tuple(given["announce"]))
     transport = await P2pdTransport.create(Path(given["key"]), PROTOCOL, config, given["seeds"])
     await transport.serve(answer, echo)

@@ -13,8 +13,8 @@ from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack
 from diloco.engines.rounds import Contribution, Member, RoundKey
 from diloco.errors import EngineError, Excluded, RoundFailed
-from diloco.swarm import pending_round
 from diloco.swarm.pending_round import RoundMemoryPool, SwarmRound, as_tensor
+from diloco.swarm.protocol import timing
 from diloco.swarm.sidecar.messages import PostRound, RoundEnded
 from diloco.swarm.sidecar.supervisor import SidecarLost
 from diloco.swarm.trainer import PostedRound, PresentWorker, RoundOutcome
@@ -85,7 +85,7 @@ def test_a_round_in_flight_fails_when_this_worker_has_no_more_time_to_leave() ->
 
 
 def test_a_sidecar_that_does_not_answer_by_the_deadline_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_round, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "DEADLINE_GRACE_SECONDS", 0.0)
     posted = Posted(seconds=0.0)
     for _ in range(2):
         with pytest.raises(RoundFailed, match="round 4: the swarm's process did not end it in time") as caught:

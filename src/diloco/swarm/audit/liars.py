@@ -13,6 +13,7 @@ from diloco.swarm.audit.notary import Notary
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.members import Members
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import (
     Agreed,
     Certificate,
@@ -29,8 +30,6 @@ from diloco.swarm.protocol.proof_messages import Proof
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
 
 logger = logging.getLogger(__name__)
-
-_TWO_ENDS_SECONDS = 3600.0
 
 
 class Liars:
@@ -69,7 +68,7 @@ class Liars:
             self._ban_all(proof, guilty)
             return
         for leader in leaders:
-            self._members.attendance.pass_over(leader, _TWO_ENDS_SECONDS)
+            self._members.attendance.pass_over(leader, timing.TWO_ENDS_SECONDS)
 
     def answer(self, message: Proof) -> PeerMessage:
         """Raises Malformed if it proves nothing."""

@@ -39,6 +39,7 @@ from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.members import Members
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed, Bytes, Certificate, SignedRange
 from diloco.swarm.protocol.messages import Done, NotHere
 from diloco.swarm.protocol.plan import Plan
@@ -54,14 +55,11 @@ _MAX_OPENED = 3
 PARTS_AT_ONCE, PARTS_PER_SECOND = 64.0, 4.0
 """Shown to one member. An honest one asks for three of a round at most, and for none of most rounds."""
 _PARTS_A_MESSAGE = 1 << 17
-_POLL_SECONDS = 0.1
 _MOST_COMPARED = 4
 _FAR, _DEVIATIONS_FAR = 0.25, 3.0  # of a cosine from the one of the numbers: layers differ, and numbers are few
 _WRONG_COSINE = 0.02
 _OPENED_SHARE = 0.02  # of all parts, by all workers together: a hundredth of the bytes, there and back
 _STEPS_OF_ROUNDING = 3.0
-_MOST_DELAY = 0.5  # seconds
-_PAUSES = (1.0, 2.0, 4.0, 8.0)  # between questions for a part: a line that loses messages for a while is no lie
 
 
 @dataclass
@@ -116,7 +114,7 @@ class MeanCheck:
         round_ = _Counted(agreed, posted, mean, processes)
         self._rounds.put(agreed.plan.digest.hex(), round_)
         # Beside training, and so after the outer step, which takes about as long as the transfer, or less.
-        delay = min(_MOST_DELAY, clock.now() - own.since)
+        delay = min(timing.CHECK_DELAY_SECONDS, clock.now() - own.since)
         task = asyncio.create_task(self._check(round_, own, copied, delay))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -238,7 +236,7 @@ class MeanCheck:
             live = [peer for peer in missing if self._members.is_live(peer)]
             if not missing or not live or clock.now() > end:
                 return live or missing
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(timing.NUMBERS_POLL_SECONDS)
 
     def _part_of(self, round_: _Counted, peer: str | None) -> int | None:
         """A random part that this peer has reduced; None: that any other has."""
@@ -350,7 +348,7 @@ class MeanCheck:
     async def _shown_part(self, round_: _Counted, peer: str, root: bytes, part: int) -> bytes | None:
         request, asked_at = AskPart(round_.agreed.plan.digest, part), clock.now()
         answer = await self.show(peer, request) if peer == self._me else await self._ask(peer, request)
-        for pause in _PAUSES:
+        for pause in timing.PART_PAUSES:
             if isinstance(answer, Part) or peer == self._me:
                 break
             await asyncio.sleep(pause)

@@ -18,6 +18,7 @@ from diloco.swarm.node import clock
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.members import Members
 from diloco.swarm.node.state_digest import state_digest
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.proof_messages import AskStateDigest, StateDigest
 from diloco.swarm.protocol.wire import Malformed
 from diloco.swarm.shared_memory import SharedMemory
@@ -27,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 _KEPT = 4
 _MOST_TAKES = 3  # of the state between two rounds, where a digest of failed rounds is asked for
-_PAUSE_SECONDS = 1.0
-_POLL_SECONDS = 0.25
 
 
 class Witnesses:
@@ -39,7 +38,7 @@ class Witnesses:
         """The digests of this worker's last states, by the first round that is not in each."""
         self._last: tuple[weakref.ref[SharedMemory], bytes] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._taken_at = -_PAUSE_SECONDS
+        self._taken_at = -timing.WITNESS_PAUSE_SECONDS
         self._taken_of, self._takes = (-1, -1), 0
         """The last round that had ended when states were last taken for others, the next one, and how many were."""
         self._random = random.Random(members.me)
@@ -57,7 +56,7 @@ class Witnesses:
         if (now := (status.ended_round, status.next_round)) != self._taken_of:
             self._taken_of, self._takes = now, 0
         may_come = request.sequence == status.ended_round + 1 or self._takes < _MOST_TAKES
-        if self._task is None and may_come and clock.now() - self._taken_at > _PAUSE_SECONDS:
+        if self._task is None and may_come and clock.now() - self._taken_at > timing.WITNESS_PAUSE_SECONDS:
             self._takes += 1
             self._task = self._members.faults.start(self._take(), "taking the digest of the state")
         return StateDigest(pending=may_come or self._task is not None)
@@ -146,7 +145,7 @@ class Witnesses:
             except (Unreachable, CallRefused, Malformed) as problem:
                 logger.info("%s is no witness of a state: %s", name, problem)
                 return None
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(timing.POLL_SECONDS)
         return None
 
 

@@ -22,6 +22,7 @@ from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.reachability import own_addresses
 from diloco.swarm.network.reachability_monitor import answers_libp2p
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.guest_messages import AskStatus, AskTime, Measure, StatusAnswer, Time
 from diloco.swarm.protocol.messages import Hello, expect
 from diloco.swarm.protocol.status import MemberStatus, Status
@@ -29,10 +30,8 @@ from diloco.swarm.protocol.wire import PROTOCOL, Malformed, encode
 from diloco.swarm.trust.invitation import Invitation, read_invitations
 from diloco.version import __version__
 
-_SECONDS = 5.0
 _LATENCIES = 5
 _PIECE = 512 << 10
-_MEASURE_SECONDS = 2.0
 _MAX_PIECES = 64
 _AT_A_TIME = 4
 _MAX_PEERS = 8
@@ -105,9 +104,10 @@ class _SwarmChecks:
             try:
                 await self._transport.disconnect(peer)
                 started = time.monotonic()
-                if not await answers_libp2p(route, _SECONDS):  # p2pd alone would also try the peer's other addresses
+                # p2pd alone would also try the peer's other addresses
+                if not await answers_libp2p(route, timing.DOCTOR_SECONDS):
                     raise Unreachable("nothing there speaks libp2p")
-                await self._transport.connect(peer, [address], _SECONDS)
+                await self._transport.connect(peer, [address], timing.DOCTOR_SECONDS)
                 took = time.monotonic() - started
                 await self._hello(peer)
                 tried.append((f"{route} answers, connected in {took * 1000:.0f} ms", None))
@@ -125,14 +125,14 @@ class _SwarmChecks:
     async def _hello(self, peer: str) -> None:
         credential = self._invitation.credential(self._transport.peer, "guest").data()
         hello = Hello(PROTOCOL, __version__, "guest", credential, (), Status())
-        expect(await self._transport.call(peer, encode(hello), _SECONDS), Hello)
+        expect(await self._transport.call(peer, encode(hello), timing.DOCTOR_SECONDS), Hello)
         if peer not in self._hosts:
             self._hosts.append(peer)
 
     async def _clock(self) -> Finding:
         try:
             started = time.time()
-            answer = await self._transport.call(self._hosts[0], encode(AskTime()), _SECONDS)
+            answer = await self._transport.call(self._hosts[0], encode(AskTime()), timing.DOCTOR_SECONDS)
             swarm_time = expect(answer, Time).time
             skew = (started + time.time()) / 2 - swarm_time
         except Problem as error:
@@ -178,7 +178,7 @@ class _SwarmChecks:
     async def _peers(self) -> AsyncIterator[Finding]:
         """All live members, not only those in the invitation."""
         try:
-            answer = await self._transport.call(self._hosts[0], encode(AskStatus()), _SECONDS)
+            answer = await self._transport.call(self._hosts[0], encode(AskStatus()), timing.DOCTOR_SECONDS)
             members = [member for member in expect(answer, StatusAnswer).status.members if member.live]
         except Problem as error:
             yield Finding("workers", "failed", f"the swarm does not list its workers: {error}", "run this again")
@@ -191,7 +191,7 @@ class _SwarmChecks:
         peer, name = member.peer, f"worker {member.number}"
         try:
             if peer not in self._hosts:
-                await self._transport.connect(peer, list(member.addresses), _SECONDS)
+                await self._transport.connect(peer, list(member.addresses), timing.DOCTOR_SECONDS)
                 await self._hello(peer)
             latency = await self._latency(peer)
             up, down = await self._speed(peer, up=True), await self._speed(peer, up=False)
@@ -206,7 +206,7 @@ class _SwarmChecks:
         taken = []
         for _ in range(_LATENCIES):
             started = time.monotonic()
-            await self._transport.call(peer, encode(AskTime()), _SECONDS)
+            await self._transport.call(peer, encode(AskTime()), timing.DOCTOR_SECONDS)
             taken.append(time.monotonic() - started)
         return statistics.median(taken)
 
@@ -217,8 +217,8 @@ class _SwarmChecks:
 
         async def ask() -> None:
             nonlocal done
-            while time.monotonic() - started < _MEASURE_SECONDS and done < _MAX_PIECES:
-                await self._transport.call(peer, request, _SECONDS + _MEASURE_SECONDS)
+            while time.monotonic() - started < timing.DOCTOR_MEASURE_SECONDS and done < _MAX_PIECES:
+                await self._transport.call(peer, request, timing.DOCTOR_SECONDS + timing.DOCTOR_MEASURE_SECONDS)
                 done += 1
 
         await asyncio.gather(*(ask() for _ in range(_AT_A_TIME)))

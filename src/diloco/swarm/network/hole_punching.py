@@ -19,13 +19,11 @@ from diloco.swarm.network import multiaddr
 from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.p2pd.control import Control
 from diloco.swarm.network.p2pd.errors import DaemonError, DaemonGone, HandlerError
+from diloco.swarm.protocol import timing
 
-SECONDS = 2.0
-"""The longest that an attempt may take."""
 _MAX_REQUEST_BYTES = 256
 _BURST, _PER_SECOND, _MAX_PEERS = 16, 1.0, 1024
 _MAX_AT_A_TIME = 16
-_POLL_SECONDS = 0.02
 _PIECE_BYTES = 256 << 10
 _FAILURES = (DaemonError, DaemonGone, HandlerError, TimeoutError, OSError, ValueError, msgspec.DecodeError)
 
@@ -66,7 +64,7 @@ class HolePuncher:
     async def connect(self, control: Control, relay: str, peer: str, p2pd: Endpoint) -> bool:
         """The peer that asks. Whether p2pd now has a direct connection to that peer."""
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(timing.PUNCH_SECONDS):
                 request = msgspec.json.encode(PunchRequest(peer))
                 answer = await control.call(relay, f"{self._protocol}/punch", request)
                 address = msgspec.json.decode(answer, type=str | None)
@@ -74,7 +72,7 @@ class HolePuncher:
                     return False
                 self._start(control, PunchOrder(peer, address), p2pd)
                 while peer not in await control.list_peers():
-                    await asyncio.sleep(_POLL_SECONDS)
+                    await asyncio.sleep(timing.PUNCH_POLL_SECONDS)
         except _FAILURES:
             return False
         return True
@@ -89,7 +87,7 @@ class HolePuncher:
         if here is None or there is None:
             return b"null"
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(timing.PUNCH_SECONDS):
                 await control.call(wanted, f"{self._protocol}/punched", msgspec.json.encode(PunchOrder(peer, here)))
         except _FAILURES:
             return b"null"
@@ -126,14 +124,14 @@ def _direct_address(addresses: list[str]) -> str | None:
 async def _open_libp2p(control: Control, order: PunchOrder, p2pd: Endpoint) -> None:
     """Has p2pd dial a local port, whose bytes go to the other peer."""
     with contextlib.suppress(*_FAILURES):
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(timing.PUNCH_SECONDS):
             remote = await _connect_simultaneously(order.address, p2pd[1])
         with contextlib.closing(remote), socket.create_server(("127.0.0.1", 0)) as server:
             server.setblocking(False)
             address = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}"
-            dialling = asyncio.create_task(control.connect_peer(order.peer, [address], SECONDS))
+            dialling = asyncio.create_task(control.connect_peer(order.peer, [address], timing.PUNCH_SECONDS))
             dialling.add_done_callback(lambda done: done.cancelled() or done.exception())
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(timing.PUNCH_SECONDS):
                 local, _ = await asyncio.get_running_loop().sock_accept(server)
             server.close()
             with contextlib.closing(local):
@@ -144,7 +142,7 @@ async def _open_libp2p(control: Control, order: PunchOrder, p2pd: Endpoint) -> N
 async def _accept_libp2p(order: PunchOrder, p2pd: Endpoint) -> None:
     """Connects to p2pd's own port, and forwards the other peer's bytes to it."""
     with contextlib.suppress(*_FAILURES):
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(timing.PUNCH_SECONDS):
             remote = await _connect_simultaneously(order.address, p2pd[1])
         with contextlib.closing(remote), contextlib.closing(socket.socket(remote.family)) as local:
             local.setblocking(False)

@@ -16,14 +16,13 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco.errors import ConfigError
+from diloco.swarm.protocol import timing
 from diloco.swarm.run_files import write_private
 
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 512
 """The file keeps those that were seen last."""
-_CHANGED_SECONDS = 2.0
-_UNCHANGED_SECONDS = 20.0
 
 
 class KnownPeer(msgspec.Struct, frozen=True):
@@ -82,7 +81,7 @@ class PeersFile:
     def save_if_due(self, peers: Sequence[KnownPeer]) -> None:
         """To be called every second: writes a change within 2 seconds, new times of `seen` within 20."""
         changed = _without_times(peers) != _without_times(self._saved)
-        due = self._saved_at + (_CHANGED_SECONDS if changed else _UNCHANGED_SECONDS)
+        due = self._saved_at + (timing.PEERS_CHANGED_SECONDS if changed else timing.PEERS_UNCHANGED_SECONDS)
         if (self._saving is None or self._saving.done()) and asyncio.get_running_loop().time() >= due:
             self._save(peers)
 

@@ -21,12 +21,11 @@ from diloco.swarm.network import multiaddr
 from diloco.swarm.network.addresses import ListenConfig
 from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.p2pd.control import Control
+from diloco.swarm.protocol import timing
 
 Kind = Literal["public", "private", "unknown"]
 
 _GREETING = b"\x13/multistream/1.0.0\n"
-_DIAL_BACK_SECONDS = 1.5
-"""Enough for one lost packet. So long must the asking peer wait if its router drops what it does not know."""
 _BURST, _PER_SECOND, _MAX_PEERS = 1, 1.0, 1024
 _MAX_AT_A_TIME = 8
 _MAX_REQUEST_BYTES = 64
@@ -120,7 +119,7 @@ class DialBack:
             return b"null"
         self._running += 1
         try:
-            reachable = await speaks_libp2p(str(ip), port, _DIAL_BACK_SECONDS)
+            reachable = await speaks_libp2p(str(ip), port, timing.DIAL_BACK_SECONDS)
         finally:
             self._running -= 1
         return msgspec.json.encode(DialBackResult(str(ip), reachable))

@@ -17,13 +17,11 @@ from diloco.swarm.network import multiaddr
 from diloco.swarm.network.addresses import ListenConfig
 from diloco.swarm.network.reachability import DialBackResult, Reachability, speaks_libp2p
 from diloco.swarm.network.transport import CallRefused, Unreachable
+from diloco.swarm.protocol import timing
 
 log = logging.getLogger(__name__)
 
 _MAX_RELAYS = 8
-_ASK_SECONDS = 5.0
-_CHECK_SECONDS = 2.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 300.0
 
 
 class MonitoredTransport(Protocol):
@@ -85,14 +83,14 @@ class ReachabilityMonitor:
         if peer == self._transport.peer:
             return None
         with contextlib.suppress(Unreachable, CallRefused):
-            await self._transport.connect(peer, [address], _ASK_SECONDS)
+            await self._transport.connect(peer, [address], timing.REACHABLE_ASK_SECONDS)
             return await self._transport.ask_dial_back(peer)
         return None
 
     async def _reserve(self, relays: Sequence[str]) -> bool:
         """Restart p2pd with these relays; whether one of them has given a reservation."""
         await self._transport.restart(Reachability("private", relays=tuple(relays[:_MAX_RELAYS])), self._config)
-        end = time.monotonic() + _ASK_SECONDS
+        end = time.monotonic() + timing.REACHABLE_ASK_SECONDS
         while not await self._has_reservation():
             if time.monotonic() > end:
                 log.warning("no relay has accepted this peer yet: it can call others, but others cannot call it")
@@ -105,12 +103,12 @@ class ReachabilityMonitor:
 
     async def run(self) -> None:
         """Until cancelled. Attempts that do not help become rarer."""
-        pause = _FIRST_PAUSE
+        pause = timing.REACHABLE_FIRST_PAUSE
         while True:
-            await asyncio.sleep(_CHECK_SECONDS)
+            await asyncio.sleep(timing.REACHABLE_CHECK_SECONDS)
             try:
                 reachable = await self._check()
-                pause = _FIRST_PAUSE if reachable else min(_LONGEST_PAUSE, 2 * pause)
+                pause = timing.REACHABLE_FIRST_PAUSE if reachable else min(timing.REACHABLE_LONGEST_PAUSE, 2 * pause)
                 if not reachable:
                     await asyncio.sleep(pause)
             except Unreachable as problem:
@@ -127,7 +125,7 @@ class ReachabilityMonitor:
         public = public_addresses(self._transport.known_addresses())
         if kind == "unknown":
             return self._was_told or not public or await self.find_out(public)
-        answers = await asyncio.gather(*(answers_libp2p(address, _ASK_SECONDS) for address in public))
+        answers = await asyncio.gather(*(answers_libp2p(address, timing.REACHABLE_ASK_SECONDS) for address in public))
         relays = [address for address, answered in zip(public, answers, strict=True) if answered]
         return bool(relays) and await self._reserve(relays)
 

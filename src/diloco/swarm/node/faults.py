@@ -13,11 +13,9 @@ from typing import Any
 from diloco.errors import with_remedy
 from diloco.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.protocol import timing
 
 logger = logging.getLogger(__name__)
-
-_TOLD_EVERY = 60.0
-"""Seconds between two events of the same fault: a peer may know how to cause it. The log has a line of each."""
 
 
 class Faults:
@@ -29,7 +27,7 @@ class Faults:
     def record(self, what: str, problem: BaseException) -> None:
         """`what`: what the worker was about, in a few words that are the same each time."""
         now, told = clock.now(), f"{what} {type(problem).__name__}"
-        is_new = now - self._told_at.get(told, -_TOLD_EVERY) >= _TOLD_EVERY
+        is_new = now - self._told_at.get(told, -timing.FAULT_TOLD_EVERY) >= timing.FAULT_TOLD_EVERY
         logger.error("a fault of this worker's program, in %s: %r", what, problem, exc_info=problem if is_new else None)
         if is_new:
             self._told_at[told] = now

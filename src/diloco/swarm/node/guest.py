@@ -21,6 +21,7 @@ from diloco.swarm.network.known_peers import KnownPeer, write_peers
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node.file_transfer import fetch_file
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.guest_messages import AskFiles, AskStatus, AskTime, FileNames, StatusAnswer, Time
 from diloco.swarm.protocol.messages import Hello, expect
 from diloco.swarm.protocol.refusals import NOT_ADMITTED
@@ -28,11 +29,6 @@ from diloco.swarm.protocol.status import RunStatus, Status
 from diloco.swarm.protocol.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.swarm.trust.invitation import Invitation
 from diloco.version import __version__
-
-_CALL_SECONDS = 10.0
-_LATER_SECONDS = 2.0  # for other members, after one has answered
-_STALL_SECONDS = 30.0
-_START_SECONDS = 60.0
 
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound=PeerMessage)
@@ -60,7 +56,7 @@ class Guest:
         self._thread.start()
         self._transport: P2pdTransport | None = None
         try:
-            self._run(self._begin(), _START_SECONDS)
+            self._run(self._begin(), timing.GUEST_START_SECONDS)
         except BaseException:
             self._close()
             raise
@@ -116,7 +112,7 @@ class Guest:
         """
         assert self._transport is not None
         hosts = self._hosts[first:] + self._hosts[:first]
-        work = fetch_file(self._transport, hosts, name, path, _STALL_SECONDS, most_bytes, digest)
+        work = fetch_file(self._transport, hosts, name, path, timing.GUEST_STALL_SECONDS, most_bytes, digest)
         self._run(work, None)
 
     def remember(self, path: Path) -> None:
@@ -157,7 +153,9 @@ class Guest:
         done, waiting = set[asyncio.Task[Exception | None]](), set(greetings)
         while waiting:
             more, waiting = await asyncio.wait(
-                waiting, timeout=_LATER_SECONDS if self._hosts else None, return_when=asyncio.FIRST_COMPLETED
+                waiting,
+                timeout=timing.GUEST_LATER_SECONDS if self._hosts else None,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if not more:
                 break
@@ -172,8 +170,8 @@ class Guest:
         credential = self._invitation.credential(self._transport.peer, "guest").data()
         hello = Hello(PROTOCOL, __version__, self._role, credential, (), Status())
         try:
-            await self._transport.connect(peer, addresses, _CALL_SECONDS)
-            expect(await self._transport.call(peer, encode(hello), _CALL_SECONDS), Hello)
+            await self._transport.connect(peer, addresses, timing.GUEST_CALL_SECONDS)
+            expect(await self._transport.call(peer, encode(hello), timing.GUEST_CALL_SECONDS), Hello)
         except (Unreachable, CallRefused, Malformed) as problem:
             return problem
         self._hosts.append(peer)
@@ -185,8 +183,8 @@ class Guest:
         problems = []
         for peer in self._hosts if peers is None else peers:
             try:
-                call = self._transport.call(peer, encode(request), _CALL_SECONDS)
-                return expect(self._run(call, 2 * _CALL_SECONDS), type_)
+                call = self._transport.call(peer, encode(request), timing.GUEST_CALL_SECONDS)
+                return expect(self._run(call, 2 * timing.GUEST_CALL_SECONDS), type_)
             except (Unreachable, CallRefused, Malformed) as problem:
                 problems.append(f"{peer[-8:]}: {problem}")
         raise EngineError(f"the swarm no longer answers ({'; '.join(problems)}): try again")
@@ -206,10 +204,10 @@ class Guest:
                 await self._transport.close()
 
         try:
-            self._run(end(), _CALL_SECONDS)
+            self._run(end(), timing.GUEST_CALL_SECONDS)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CALL_SECONDS)
+            self._thread.join(timing.GUEST_CALL_SECONDS)
             self._loop.close()
             self._folder.cleanup()
 

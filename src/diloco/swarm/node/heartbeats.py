@@ -18,6 +18,7 @@ from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.members import MAX_ADDRESSES, Members, Peer
 from diloco.swarm.node.processes import addressed, check_process
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.messages import Beat, Goodbye, Hello, expect
 from diloco.swarm.protocol.refusals import OUT_OF_THE_RUN
 from diloco.swarm.protocol.wire import PROTOCOL, Malformed, PeerMessage, encode
@@ -27,13 +28,8 @@ from diloco.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_TICK_SECONDS = 0.2
-_FROZEN_SECONDS = 2.0
-_FORGET_SECONDS = 600.0
-"""A peer that has left is forgotten then; one that is silent is named to joiners no longer."""
 _MAX_SILENT = 256
 """Silent peers that are called for ever."""
-_LONGEST_PAUSE_SECONDS = 300.0
 _RETURNS_AT_ONCE, _RETURNS_PER_SECOND = 8.0, 1 / 60
 """How often a member that has said goodbye may say hello again. Each return and each goodbye is an event on every
 member's disk, and changes what the members share out."""
@@ -105,7 +101,7 @@ class Heartbeats:
         return [
             peer
             for peer in self.members.peers.values()
-            if peer.heard_at and not peer.left and (peer.live or now - peer.lost_at < _FORGET_SECONDS)
+            if peer.heard_at and not peer.left and (peer.live or now - peer.lost_at < timing.FORGET_SECONDS)
         ]
 
     # Beats
@@ -115,14 +111,14 @@ class Heartbeats:
         last = clock.now()
         while True:
             now = clock.now()
-            if now - last > _FROZEN_SECONDS:  # this process was frozen; the others were not silent
+            if now - last > timing.FROZEN_SECONDS:  # this process was frozen; the others were not silent
                 for peer in self.members.peers.values():
                     peer.heard_at += now - last if peer.heard_at else 0.0
             last = now
             for peer in list(self.members.peers.values()):
                 self._look_after(peer, now)
             self._forget_some()
-            await asyncio.sleep(_TICK_SECONDS)
+            await asyncio.sleep(timing.TICK_SECONDS)
 
     def _forget_some(self) -> None:
         """Those that have been silent for longest, if there are too many."""
@@ -132,7 +128,7 @@ class Heartbeats:
 
     def _look_after(self, peer: Peer, now: float) -> None:
         if peer.left:
-            if now - max(peer.heard_at, peer.lost_at) > _FORGET_SECONDS:
+            if now - max(peer.heard_at, peer.lost_at) > timing.FORGET_SECONDS:
                 self.members.peers.pop(peer.name, None)
             return
         # The peer with the lower name begins; the other one begins only if it hears nothing.
@@ -143,9 +139,9 @@ class Heartbeats:
             # Its connection may be to a frozen process, while another one has taken that one's place.
             self._start(self.transport.disconnect(peer.name))
         if not peer.live:
-            often = min(_LONGEST_PAUSE_SECONDS, (now - peer.lost_at) / 10)
+            often = min(timing.LONGEST_REDIAL_SECONDS, (now - peer.lost_at) / 10)
             due = max(self.settings.lost_seconds, often) if peer.lost_at else 0.0
-        if not peer.heard_at and peer.lost_at and now - peer.lost_at > _FORGET_SECONDS:
+        if not peer.heard_at and peer.lost_at and now - peer.lost_at > timing.FORGET_SECONDS:
             del self.members.peers[peer.name]  # named by others, and never heard
         elif now - max(peer.heard_at, peer.asked_at) >= due:
             self.beat_soon(peer.name)

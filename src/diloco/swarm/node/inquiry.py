@@ -16,14 +16,13 @@ from msgspec import structs
 from diloco.engines.rounds import RoundKey
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node.participant import Participant
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Vote
 from diloco.swarm.protocol.messages import Ended, Inquire, LedBy, Posted, Superseded
 from diloco.swarm.protocol.plan import Authority, Plan
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
 
 logger = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.25
 
 
 class SteppedDown(Exception):
@@ -83,7 +82,7 @@ async def inquire(participant: Participant, key: RoundKey, authority: Authority)
             checked = {peer: _checked(participant, key.sequence, peer, one) for peer, one in posted.items()}
             return Answers(authority, checked, frozenset(answers))
         else:
-            await members.wait_for_change(POLL_SECONDS)
+            await members.wait_for_change(timing.POLL_SECONDS)
         if participant.outcomes.has_ended(key.sequence):
             raise SteppedDown("it has ended already")
 

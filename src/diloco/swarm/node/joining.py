@@ -17,6 +17,7 @@ from diloco.swarm.node import clock
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.members import Members
 from diloco.swarm.node.processes import addressed
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.messages import AskNumber, Number, expect
 from diloco.swarm.protocol.numbers import clashes
 from diloco.swarm.protocol.refusals import NOT_ADMITTED
@@ -27,11 +28,6 @@ from diloco.swarm.trust.credential import PeerRefused
 from diloco.swarm.trust.invitation import Invitation
 
 logger = logging.getLogger(__name__)
-
-_SEARCH_SECONDS = 60.0
-_FOUNDER_SEARCH_SECONDS = 6.0
-_PAUSE_SECONDS = 0.5
-_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 20.0, 300.0
 
 
 async def join(heartbeats: Heartbeats) -> None:
@@ -56,7 +52,7 @@ async def join(heartbeats: Heartbeats) -> None:
         tried = [address for addresses in _known_addresses(members).values() for address in addresses]
         raise RendezvousError(
             f"no worker of this run answered at {', '.join(tried) or 'any address (none is known)'} within "
-            f"{_SEARCH_SECONDS:g} s: is one running there, and its port open? Ask for a fresh invitation "
+            f"{timing.SEARCH_SECONDS:g} s: is one running there, and its port open? Ask for a fresh invitation "
             f"({command('invite', 'RUN')}), and see {command('doctor', '-')}"
         )
     save(members)
@@ -113,8 +109,8 @@ def _vouch_for_own(members: Members) -> None:
 async def _find_member(heartbeats: Heartbeats) -> bool:
     """Try all known peers at once, again and again for a while."""
     members, founder = heartbeats.members, heartbeats.settings.founder
-    end = clock.now() + (_FOUNDER_SEARCH_SECONDS if founder else _SEARCH_SECONDS)
-    last = clock.now() + max(_SEARCH_SECONDS, 3 * heartbeats.settings.lost_seconds)  # while a member answers
+    end = clock.now() + (timing.FOUNDER_SEARCH_SECONDS if founder else timing.SEARCH_SECONDS)
+    last = clock.now() + max(timing.SEARCH_SECONDS, 3 * heartbeats.settings.lost_seconds)  # while a member answers
     while True:
         known = _known_addresses(members)
         called = [peer for peer in members.peers.values() if peer.heard_at]
@@ -131,7 +127,7 @@ async def _find_member(heartbeats: Heartbeats) -> bool:
             raise RendezvousError(f"the swarm does not admit this worker now: {refusals[0]}; try again later")
         if not refusals and (clock.now() > end or (founder and not known)):
             return False
-        await asyncio.sleep(_PAUSE_SECONDS)
+        await asyncio.sleep(timing.SEARCH_PAUSE_SECONDS)
 
 
 async def _try(heartbeats: Heartbeats, peer: str, addresses: list[str] | None = None) -> Exception | None:
@@ -167,14 +163,14 @@ async def look_for_others(heartbeats: Heartbeats) -> None:
 
     A worker that began alone, or a side of a split that has forgotten the other, finds the rest so.
     """
-    members, pause = heartbeats.members, _LOOK_SECONDS
+    members, pause = heartbeats.members, timing.LOOK_SECONDS
     while True:
         await asyncio.sleep(pause)
         known = {peer: where for peer, where in _known_addresses(members).items() if peer not in members.peers}
         _vouch_for_own(members)
         problems = await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in known.items()))
         found = any(problem is None for problem in problems)
-        pause = _LOOK_SECONDS if found else min(_LONGEST_LOOK_SECONDS, 1.5 * pause)
+        pause = timing.LOOK_SECONDS if found else min(timing.LONGEST_LOOK_SECONDS, 1.5 * pause)
 
 
 async def settle_number(heartbeats: Heartbeats) -> bool:
@@ -208,7 +204,10 @@ def _tell_renumbered(members: Members, before: int, number: int) -> None:
 async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:
     """Ask the leader; the members agree on which one leads within some beats."""
     members = heartbeats.members
-    end, problem = clock.now() + _SEARCH_SECONDS, "no worker leads it: none that is known has the state of the run"
+    end, problem = (
+        clock.now() + timing.SEARCH_SECONDS,
+        "no worker leads it: none that is known has the state of the run",
+    )
     while clock.now() < end:
         leader = members.leader()
         if leader is not None and leader != members.me:
@@ -223,10 +222,10 @@ async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:
                 problem = f"{name}, which leads it, cannot be reached from here"
                 logger.info("no number from %s: %s", leader, unreachable)
             logger.info("no number yet: %s", problem)
-        await asyncio.sleep(_PAUSE_SECONDS)
+        await asyncio.sleep(timing.SEARCH_PAUSE_SECONDS)
         peers = list(members.peers.values())
         _check_admitted(await asyncio.gather(*(_try(heartbeats, peer.name) for peer in peers)))
     raise RendezvousError(
-        f"the swarm has given this worker no number within {_SEARCH_SECONDS:g} s: {problem} "
+        f"the swarm has given this worker no number within {timing.SEARCH_SECONDS:g} s: {problem} "
         f"({len(members.peers)} workers are known); see {command('doctor', '-')}, and try again"
     )

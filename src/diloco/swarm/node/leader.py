@@ -10,17 +10,15 @@ from collections.abc import Callable
 
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.node import clock
-from diloco.swarm.node.inquiry import POLL_SECONDS
 from diloco.swarm.node.led_round import LedRound
 from diloco.swarm.node.participant import Participant
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.messages import Complete, Done, Ended, NotLeader, Opposed, Ready, Trouble, Waiting
 from diloco.swarm.protocol.numbers import clashes
 from diloco.swarm.protocol.plan import Entry
 from diloco.swarm.protocol.shares import Shares
 from diloco.swarm.protocol.troubles import Quarrels
 from diloco.swarm.protocol.wire import PeerMessage
-
-_LEAST_PATIENCE = 0.2  # times `lost_seconds`
 
 
 class Leader:
@@ -91,7 +89,7 @@ class Leader:
         """How long a round waits for the others after half of the workers are ready."""
         since = clock.now() - (self._last_end or self._started)
         usual = statistics.median(self._usual_seconds) if self._usual_seconds else since
-        return max(_LEAST_PATIENCE * self.settings.lost_seconds, self.settings.patience * usual)
+        return max(timing.LEAST_PATIENCE_SHARE * self.settings.lost_seconds, self.settings.patience * usual)
 
     def record_end(self, led: LedRound) -> None:
         self._rounds.pop(led.key.sequence, None)
@@ -122,5 +120,5 @@ class Leader:
         waited = False
         while any(other < sequence for other in self._rounds):
             waited = True
-            await self.members.wait_for_change(POLL_SECONDS)
+            await self.members.wait_for_change(timing.POLL_SECONDS)
         return waited

@@ -22,8 +22,9 @@ from diloco.swarm.audit.directions import find_opposed
 from diloco.swarm.audit.range_signatures import SIGNATURE_BYTES
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
-from diloco.swarm.node.inquiry import POLL_SECONDS, SteppedDown, inquire_in_turn
+from diloco.swarm.node.inquiry import SteppedDown, inquire_in_turn
 from diloco.swarm.node.participant import Participant
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Certificate, Vote, certify, is_most, largest_group
 from diloco.swarm.protocol.messages import Commit, Done, Ended, Opposed, Posted, Superseded
 from diloco.swarm.protocol.numbers import clashes
@@ -34,8 +35,6 @@ from diloco.swarm.protocol.troubles import Dropped, Quarrels, Troubles, choose
 from diloco.swarm.protocol.wire import Malformed
 
 logger = logging.getLogger(__name__)
-
-_LEAST_GRACE = 0.6  # times `lost_seconds`
 
 
 class Leading(Protocol):
@@ -175,7 +174,7 @@ class LedRound:
             grace = self._grace_seconds(missing)
             if hurried_at is not None and now - hurried_at > grace and self._quorum.is_majority(live_ready):
                 break
-            await self._members.wait_for_change(POLL_SECONDS)
+            await self._members.wait_for_change(timing.POLL_SECONDS)
         self.half_ready_at = self.half_ready_at or clock.now()
 
     def _step_down_if_ended(self) -> None:
@@ -197,7 +196,7 @@ class LedRound:
         """How long hurried workers may take: the inner step that they are in."""
         peers = [self._members.peers[name] for name in missing if name in self._members.peers]
         slowest = max((peer.status.step_seconds for peer in peers), default=0.0)
-        least = _LEAST_GRACE * self._settings.lost_seconds
+        least = timing.LEAST_GRACE_SHARE * self._settings.lost_seconds
         return min(max(least, 3 * slowest), self._settings.timeout_seconds / 4)
 
     # Attempt
@@ -260,7 +259,7 @@ class LedRound:
         while not (self._members.may_go_on() and self._quorum.is_here()):
             self._step_down_if_ended()
             self.phase = "waiting: most others have fallen silent"
-            await self._members.wait_for_change(POLL_SECONDS)
+            await self._members.wait_for_change(timing.POLL_SECONDS)
         if len(self._members.live()) > live:
             raise SteppedDown("other workers are back, and may have gone on")
 
@@ -300,7 +299,7 @@ class LedRound:
                     return problem
                 if shares.is_blocked(plan):
                     return Dropped({})
-                await self._members.wait_for_change(POLL_SECONDS)
+                await self._members.wait_for_change(timing.POLL_SECONDS)
         finally:
             for offer in offers:
                 offer.cancel()
@@ -317,7 +316,7 @@ class LedRound:
                 logger.info("round %d: %s does not take the plan: %s", self.key.sequence, peer, problem)
                 answer = problem if _code(problem) in ("plan", "rounds") else None
             if answer is None:
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(timing.POLL_SECONDS)
         if not isinstance(answer, Done):
             refusals[peer] = answer
             self._members.changed()

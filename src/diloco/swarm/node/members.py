@@ -15,6 +15,7 @@ from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.transport import Transport
 from diloco.swarm.node import clock
 from diloco.swarm.node.faults import Faults
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.attendance import Attendance
 from diloco.swarm.protocol.messages import RosterEntry
 from diloco.swarm.protocol.status import Status
@@ -33,8 +34,6 @@ NEW_AT_ONCE, NEW_PER_SECOND = 1024.0, 16.0
 DIALS_AT_ONCE, DIALS_PER_SECOND = 16.0, 0.1
 """Calls to addresses that one member has told, without an answer of the peer that it named."""
 _LATEST_ROUNDS = 3
-_HALF_SILENT = 0.5  # times `lost_seconds`: the wait after half of the members have fallen silent
-_MOST_SILENT = 12.0  # and after more than half have
 
 
 @dataclass
@@ -153,7 +152,7 @@ class Members:
         now = clock.now()
         silent = [peer for peer in self.peers.values() if peer.lost_at and not peer.gone and peer.status.has_state]
         present = 1 + len(self.with_state())
-        for share, wait in ((1, _HALF_SILENT), (0, _MOST_SILENT)):
+        for share, wait in ((1, timing.HALF_SILENT_SHARE), (0, timing.MOST_SILENT_SHARE)):
             recent = sum(now - peer.lost_at < wait * self.settings.lost_seconds for peer in silent)
             if recent > present - share:
                 return False

@@ -48,7 +48,7 @@ from diloco.swarm.node.own_checks import OwnChecks
 from diloco.swarm.node.participant import Participant
 from diloco.swarm.node.processes import addressed, name_process, open_addressed
 from diloco.swarm.node.state_transfer import StateTransfer
-from diloco.swarm.protocol import guest_messages, messages
+from diloco.swarm.protocol import guest_messages, messages, timing
 from diloco.swarm.protocol import proof_messages as proofs
 from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.numbers import give_number
@@ -67,7 +67,6 @@ logger = logging.getLogger(__name__)
 
 CALLS_AT_ONCE, CALLS_PER_SECOND = 256.0, 64.0
 """Of one peer. An honest one makes a few in a second, and some more when rounds are short or many are lost."""
-_CHECK_SECONDS, _GOODBYE_SECONDS, _SAVE_SECONDS = 1.0, 2.0, 1.0
 _MAX_HELLO_BYTES = 8192
 
 
@@ -141,11 +140,11 @@ class Node:
 
     async def leave(self) -> None:
         """Say goodbye to the others, and end. The trainer has ended or given up its rounds."""
-        await self.heartbeats.say_goodbye(_GOODBYE_SECONDS)
+        await self.heartbeats.say_goodbye(timing.GOODBYE_SECONDS)
         for task in self._tasks:
             task.cancel()
         await self.transport.close()
-        await self._peers_file.save(self._known_peers(), _SAVE_SECONDS)
+        await self._peers_file.save(self._known_peers(), timing.SAVE_SECONDS)
 
     # Tasks
 
@@ -162,7 +161,7 @@ class Node:
 
     async def _check_regularly(self) -> None:
         while True:
-            await asyncio.sleep(_CHECK_SECONDS)
+            await asyncio.sleep(timing.CHECK_SECONDS)
             try:
                 await self._check()
             except OSError as problem:  # too many open files, a full disk: that passes

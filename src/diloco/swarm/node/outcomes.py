@@ -24,6 +24,7 @@ from diloco.swarm.node import clock
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.recent_rounds import RecentRounds
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed, Certificate
 from diloco.swarm.protocol.messages import (
     END_BYTES,
@@ -45,8 +46,6 @@ from diloco.swarm.protocol.wire import DataFrames, Malformed, encode, write_fram
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 0.25
-_TELL_LOST_SECONDS = 60.0
 _CHUNK_BYTES = 1 << 20
 
 
@@ -199,7 +198,7 @@ class Outcomes:
 
     def answer_lost(self, peer: str, message: RoundsLost) -> Done:
         """Told once a minute of one member at most: any member can say so."""
-        if clock.now() - (self._told_lost.get(peer) or -_TELL_LOST_SECONDS) >= _TELL_LOST_SECONDS:
+        if clock.now() - (self._told_lost.get(peer) or -timing.LOST_ROUNDS_TOLD_EVERY) >= timing.LOST_ROUNDS_TOLD_EVERY:
             self._told_lost.put(peer, clock.now())
             self.members.emit_about("rounds_lost", peer, rounds=message.rounds, tokens=message.tokens)
         return Done()
@@ -234,7 +233,7 @@ class Outcomes:
             logger.info("round %d: %s does not give its outcome: %s", round_.sequence, peer, problem)
             if isinstance(problem, Unreachable):
                 self.heartbeats.suspect(peer, problem)
-                await asyncio.sleep(_RETRY_SECONDS)
+                await asyncio.sleep(timing.POLL_SECONDS)
                 return
         decided = agreed is not None and self.quorum.has_decided(agreed)
         if not round_.ended and (decided or self.members.most_ended(round_.sequence)):

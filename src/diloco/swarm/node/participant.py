@@ -22,6 +22,7 @@ from diloco.swarm.node import clock
 from diloco.swarm.node.joining import settle_number
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.transfer import Transfer, TransferFailed
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Vote
 from diloco.swarm.protocol.giving_up import check_majority, look_back, record_too_few
 from diloco.swarm.protocol.leader_watch import LeaderWatch, check_term
@@ -52,11 +53,7 @@ from diloco.swarm.trainer import PostedRound, RoundOutcome
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.25
-_COMMIT_SHARE = 0.2  # times `lost_seconds`: how long after the others' end this worker's own commit may still arrive
 _MAX_PROMISES = 16
-_MOST_BACK_OFF = 4.0  # seconds until a refused worker asks again
-_ASK_AGAIN_SECONDS = 2.0  # then the leader is asked whether it still leads
 
 
 class Participant:
@@ -139,7 +136,9 @@ class Participant:
             logger.info("round %d: %s refuses this worker's header: %s", round_.sequence, leader, reason)
             self.heartbeats.beat_soon(leader)
             round_.refusals += 1
-            await asyncio.wait({round_.outcome}, timeout=min(_MOST_BACK_OFF, _POLL_SECONDS * 2**round_.refusals))
+            await asyncio.wait(
+                {round_.outcome}, timeout=min(timing.MOST_BACK_OFF_SECONDS, timing.POLL_SECONDS * 2**round_.refusals)
+            )
         except Malformed as problem:
             logger.info("round %d: %s", round_.sequence, problem)
         else:
@@ -151,7 +150,7 @@ class Participant:
                 self.leaders.record_ended(leader, round_)
             else:  # NotLeader: the views of both settle within a beat
                 self.heartbeats.beat_soon(leader)
-        await self.members.wait_for_change(_POLL_SECONDS)
+        await self.members.wait_for_change(timing.POLL_SECONDS)
 
     def _record_other_model(self, round_: Round, reason: str) -> None:
         """The leader says that this worker trains another model. If the last round had this one's, the leader errs."""
@@ -162,15 +161,15 @@ class Participant:
     async def _watch(self, round_: Round) -> None:
         """Until the round has ended, its leader is lost, or it is time to ask the leader again."""
         others_ended: float | None = None
-        ask_again = clock.now() + _ASK_AGAIN_SECONDS
+        ask_again = clock.now() + timing.ASK_AGAIN_SECONDS
         while not round_.ended and round_.leader is not None and clock.now() < ask_again:
-            await asyncio.wait({round_.outcome}, timeout=_POLL_SECONDS)
+            await asyncio.wait({round_.outcome}, timeout=timing.POLL_SECONDS)
             if round_.leader is not None and not self.members.is_live(round_.leader):
                 round_.leader = None
             self._watch_leader(round_)
             if (ahead := self._first_ahead(round_.sequence)) is not None and not round_.ended:
                 others_ended = others_ended or clock.now()
-                if clock.now() - others_ended > _COMMIT_SHARE * self.settings.lost_seconds:
+                if clock.now() - others_ended > timing.COMMIT_SHARE * self.settings.lost_seconds:
                     await self.outcomes.resolve(round_, ahead)
 
     def _watch_leader(self, round_: Round) -> None:
@@ -344,7 +343,7 @@ class Participant:
                 logger.info("round %d: its leader refuses a message: %s", round_.sequence, refused)
             except Unreachable as unreachable:
                 self.heartbeats.suspect(plan.leader, unreachable)
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(timing.POLL_SECONDS)
 
     def _record_lie(self, plan: Plan, problem: TransferFailed) -> None:
         """What the other worker has signed proves its lie to this one, and to all others if it is shown."""
@@ -407,7 +406,7 @@ class Participant:
                 return
             round_.planned.clear()
             try:
-                async with asyncio.timeout(_POLL_SECONDS):
+                async with asyncio.timeout(timing.POLL_SECONDS):
                     await round_.planned.wait()
             except TimeoutError:
                 continue

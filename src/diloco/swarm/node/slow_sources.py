@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from diloco.swarm.node import clock
 from diloco.swarm.node.members import Peer
+from diloco.swarm.protocol import timing
 
 _AT_ONCE = 2
-_POLL_SECONDS = 0.25
 _T = TypeVar("_T")
 
 
@@ -43,7 +43,7 @@ async def fetch_first(
             if rest and quiet and len(running) < _AT_ONCE:
                 attempt = Attempt(rest.pop(0))
                 running[asyncio.ensure_future(fetch(attempt))] = attempt
-            done, _ = await asyncio.wait(running, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(running, timeout=timing.POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 source = running.pop(task).source
                 if (fetched := task.result()) is not None:

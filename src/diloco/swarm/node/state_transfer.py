@@ -26,6 +26,7 @@ from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.places import Place, Places
 from diloco.swarm.node.recent_rounds import MAX_BYTES, MAX_ROUNDS
 from diloco.swarm.node.slow_sources import Attempt, fetch_first
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.messages import NotHere, OpenState, StateHead, decode
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.protocol.wire import Malformed, encode, read_frame, write_frame
@@ -38,14 +39,7 @@ LARGEST_STATE = 1 << 42
 _CHUNK_BYTES = 1 << 20
 _MAX_HEAD_BYTES = 1 << 16
 _MAX_READERS = 3
-_TURN = 2.0  # times `lost_seconds`: so long a reader keeps its place, though others wait and it is slow
-_IDLE = 4.0  # times `stall_seconds`: a reader that asks for nothing for so long is not waited for with means
-_POLL_SECONDS = 0.25
-_TELL_SECONDS = 1.0
 _MANY = 3
-_PATIENCE_SHARE = (
-    0.5  # times `stall_seconds` without a piece of the state: then another source is asked beside this one
-)
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class StateTransfer:
         self.outcomes, self.recent, self._trainer = outcomes, outcomes.recent, trainer
         self.members, self.heartbeats = outcomes.members, outcomes.heartbeats
         self._stall_seconds = self.members.settings.stall_seconds
-        self._places = Places(_MAX_READERS, _TURN * self.members.settings.lost_seconds)
+        self._places = Places(_MAX_READERS, timing.TURN_SHARE * self.members.settings.lost_seconds)
         self._snapshot: asyncio.Future[Snapshot | None] | None = None
         self.witnesses = Witnesses(self.members, outcomes.calls, self._shared_snapshot)
         self.most_bytes = LARGEST_STATE
@@ -115,7 +109,7 @@ class StateTransfer:
         for peer, first in self.recent.held().items():
             known = self.members.peers.get(peer)
             caught_up = known is not None and known.status.has_state and known.status.next_round >= first
-            idle = self.recent.idle_seconds(peer) > _IDLE * self._stall_seconds
+            idle = self.recent.idle_seconds(peer) > timing.IDLE_SHARE * self._stall_seconds
             if known is None or not known.live or caught_up or idle:
                 self.recent.release(peer)
 
@@ -146,7 +140,7 @@ class StateTransfer:
                     )
                 status.has_state = True  # all other workers are gone: this worker's state is the latest
                 return None
-            fetched, slow = await fetch_first(sources, self._fetch_from, _PATIENCE_SHARE * self._stall_seconds)
+            fetched, slow = await fetch_first(sources, self._fetch_from, timing.SOURCE_SHARE * self._stall_seconds)
             for source in slow:
                 self._tell_refused(source, "it is slow, or its state no other member's: another one gave it first")
             if fetched is not None:
@@ -160,7 +154,7 @@ class StateTransfer:
                     "the members of this run do not agree on its state, and none has it as most others have: ask the "
                     "owner of the run which of them to trust"
                 )
-            await self.members.wait_for_change(_POLL_SECONDS)
+            await self.members.wait_for_change(timing.POLL_SECONDS)
         return None
 
     def _sources(self) -> list[Peer]:
@@ -240,7 +234,7 @@ class StateTransfer:
                 moved()
                 if asking.done():
                     self._compare(head.digest, asking.result(), asked)
-                if clock.now() - told >= _TELL_SECONDS:
+                if clock.now() - told >= timing.STATE_TOLD_EVERY:
                     told, received = clock.now(), min(head.size, first + _CHUNK_BYTES)
                     self._trainer.emit("state_arriving", {"received_bytes": received, "all_bytes": head.size})
             await stream.write(b"\1", self._stall_seconds)

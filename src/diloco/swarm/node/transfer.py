@@ -35,6 +35,7 @@ from diloco.swarm.audit.notary import Notary
 from diloco.swarm.audit.range_signatures import SIGNATURE_BYTES, RangeSignatures
 from diloco.swarm.network.transport import Stream, Transport, Unreachable
 from diloco.swarm.node import clock, comparisons
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import LongParts, ShownPart, SignedRange, Vote
 from diloco.swarm.protocol.messages import OpenParts, Withheld
 from diloco.swarm.protocol.plan import Entry, Plan
@@ -46,8 +47,6 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 1 << 22
 _BATCH_ELEMENTS = 1 << 19  # decoded at a time: as many as scratch memory has
 _CHUNKS, _LEAST_ELEMENTS = 16, 1 << 16  # a range in as many chunks: means travel back while parts still arrive
-_ALIVE_SECONDS = 1.0
-_LONGER = 1.5  # times as long as a reducer waits for parts, others wait for its mean
 _LEAST_MEASURED_BYTES = 1 << 16
 _MOST_PROOF_BYTES = 1 << 19
 _EXPECTED = (Unreachable, Malformed)  # any other exception is a fault of this worker's program, and blames no peer
@@ -183,7 +182,7 @@ class Transfer:
         into, width = self._mean(rows), self._mean_width
         loop, contributors = asyncio.get_running_loop(), len(self.plan.contributors)
         received = checked = 0  # bytes, rows
-        frames = DataFrames(stream, self._stall, _LONGER * self._patience)
+        frames = DataFrames(stream, self._stall, timing.MEAN_SHARE * self._patience)
         norms: list[asyncio.Future[float]] = []
         while received < len(into):
             received += await frames.read_into(into[received:])
@@ -262,7 +261,7 @@ class Transfer:
         sent, width = 0, self._mean_width
         mean = self._mean(self._mine)
         while sent < len(self._mine):
-            await self._wait_until(partial(self._is_reduced, sent + 1), _ALIVE_SECONDS)
+            await self._wait_until(partial(self._is_reduced, sent + 1), timing.ALIVE_SECONDS)
             last = min(self._reduced, sent + self._chunk_rows)
             await write_frame(stream, mean[sent * width : last * width], self._stall)
             sent = last

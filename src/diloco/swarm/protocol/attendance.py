@@ -18,13 +18,13 @@ from collections.abc import Iterable
 
 from diloco.swarm.network.limits import LruCache
 from diloco.swarm.node import clock
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.plan import MAX_WORKERS
 
 MISSES = 3
 _RAREST = 3  # a power of two: every eighth round
 _MOST_CHANCES = 2 * MISSES
-_PASSED_OVER_SECONDS = 60.0
 
 
 class Attendance:
@@ -76,7 +76,7 @@ class Attendance:
         """It has fetched the state, and can be in the next round. Its line is no better for that."""
         self._absences.give_a_chance(name)
 
-    def pass_over(self, leader: str, seconds: float = _PASSED_OVER_SECONDS) -> None:
+    def pass_over(self, leader: str, seconds: float = timing.PASSED_OVER_SECONDS) -> None:
         """It has led a round that did not go on, or that has ended in two ways."""
         self._poor_leaders.put(leader, clock.now() + seconds)
 

@@ -14,12 +14,11 @@ from collections.abc import Collection
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.outcomes import Outcomes
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.round import Round
 from diloco.swarm.protocol.wire import Malformed
 
 logger = logging.getLogger(__name__)
-
-_MINORITY_SHARE = 6.0  # times `lost_seconds`: how long a post waits for a majority before training goes on
 
 
 def check_majority(round_: Round, outcomes: Outcomes) -> None:
@@ -31,7 +30,7 @@ def check_majority(round_: Round, outcomes: Outcomes) -> None:
         round_.minority_since = None
         return
     round_.minority_since = round_.minority_since or clock.now()
-    if clock.now() - round_.minority_since > _MINORITY_SHARE * lost_seconds:
+    if clock.now() - round_.minority_since > timing.MINORITY_SHARE * lost_seconds:
         round_.fail("most other workers have fallen silent: no round ends without a majority (swarm.quorum)")
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.node import clock
 from diloco.swarm.node.members import Members, Peer
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.plan import Authority
 from diloco.swarm.protocol.round import Round
 from diloco.swarm.protocol.transfer_times import TransferTimes
@@ -13,8 +14,6 @@ _MOST_TERMS = 1000  # that an authority may be ahead of the last one: no member 
 _MOST_INQUIRIES = 8
 """Of a peer in one round, while a member with a lower number leads; then one more after each pause, which doubles, so
 that a usurper has ever less effect and an honest swarm whose views differ for long settles all the same."""
-_ALONE_SHARE = 2.0
-_PLAN_SHARE = 2.0  # times `lost_seconds`: how long a leader may take for a plan when all have posted
 
 
 class LeaderWatch:
@@ -54,7 +53,7 @@ class LeaderWatch:
         since = round_.ended_alone_since
         if (
             since is not None
-            and now - since > _ALONE_SHARE * self._settings.lost_seconds
+            and now - since > timing.ALONE_SHARE * self._settings.lost_seconds
             and leader != self._members.me
         ):
             round_.ended_alone_since = None
@@ -92,7 +91,7 @@ class LeaderWatch:
             return stall + min(timeout / 4, self._transfers.limit(round_.plan, stall))
         missing = self._missing(round_.sequence)
         if not missing:
-            return _PLAN_SHARE * self._settings.lost_seconds
+            return timing.PLAN_SHARE * self._settings.lost_seconds
         slowest = max(peer.status.step_seconds for peer in missing)
         return stall + self.patience_seconds + min(timeout / 4, 3 * slowest)
 

@@ -20,12 +20,11 @@ from itertools import combinations
 from diloco.swarm.network.limits import LruCache
 from diloco.swarm.node import clock
 from diloco.swarm.node.members import Members
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.plan import MAX_WORKERS, Entry, Plan
 from diloco.swarm.protocol.transfer_times import TransferTimes
 
 _FULL = 4
-_BAD_SECONDS, _LONGEST_BAD_SECONDS = 60.0, 3600.0
-_WITHHELD_SECONDS = 600.0
 _MAX_PAIRS = 4096
 
 
@@ -39,11 +38,11 @@ class Shares:
 
     def record_failure(self, one: str, other: str) -> bool:
         """A transfer between two live workers has failed; whether that is news."""
-        return _put_off(self._failed, _pair(one, other), _BAD_SECONDS)
+        return _put_off(self._failed, _pair(one, other), timing.BAD_PAIR_SECONDS)
 
     def record_withheld(self, peer: str) -> bool:
         """A live worker has not sent the mean of its range; whether that is news."""
-        return _put_off(self._withheld, peer, _WITHHELD_SECONDS)
+        return _put_off(self._withheld, peer, timing.WITHHELD_SECONDS)
 
     def is_blocked(self, plan: Plan) -> bool:
         """Whether a worker that reduces parts in this plan has lost another one since, and others can do without it."""
@@ -100,7 +99,7 @@ def _put_off(until: LruCache[tuple[float, float]], name: str, seconds: float) ->
     if _is_off(until, name):
         return False
     _, before = until.get(name) or (0.0, seconds / 2)
-    longer = min(_LONGEST_BAD_SECONDS, 2 * before)
+    longer = min(timing.LONGEST_BAD_SECONDS, 2 * before)
     until.put(name, (clock.now() + longer, longer))
     return True
 

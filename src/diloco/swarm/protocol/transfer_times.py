@@ -9,11 +9,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from diloco.swarm.network.limits import LruCache
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.plan import MAX_WORKERS, Plan
-
-_SHARE = 2.0
-_MOST_PATIENCE = 8.0  # times `lost_seconds`: while a worker's line is not known
-_LEAST_PATIENCE = 2.0  # however short transfers are: a plan that is lost on its way arrives after one `lost_seconds`
 
 
 class TransferTimes:
@@ -47,8 +44,10 @@ class TransferTimes:
         """Twice the longest of its contributors' last transfers, at least `least`; inf while one of them is new."""
         known = [self._seconds.get(entry.peer) for entry in plan.contributors]
         longest = max((math.inf if seconds is None else seconds for seconds in known), default=math.inf)
-        return max(least, _SHARE * longest)
+        return max(least, timing.TRANSFER_SHARE * longest)
 
     def patience(self, plan: Plan, lost_seconds: float) -> float:
         """How long the next parts of a worker may take."""
-        return min(_MOST_PATIENCE * lost_seconds, self.limit(plan, _LEAST_PATIENCE * lost_seconds))
+        return min(
+            timing.MOST_TRANSFER_SHARE * lost_seconds, self.limit(plan, timing.LEAST_TRANSFER_SHARE * lost_seconds)
+        )

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from diloco.swarm.node import clock
-from diloco.swarm.node.inquiry import POLL_SECONDS
 from diloco.swarm.node.members import Members
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.attendance import Attendance
 from diloco.swarm.protocol.messages import Trouble, Withheld
 from diloco.swarm.protocol.plan import Entry, Plan
@@ -82,7 +82,7 @@ class Troubles:
         if self.accused(plan):
             await self._wait_for_most(plan)
             return self._judge_lies(plan, quarrels)
-        await asyncio.sleep(2 * POLL_SECONDS)  # a dead worker is found out in this time
+        await asyncio.sleep(2 * timing.POLL_SECONDS)  # a dead worker is found out in this time
         if any(not self._members.is_live(entry.peer) for entry in plan.entries):
             return None
         if (late := self._that_most_miss(plan, "parts")) is not None:
@@ -107,7 +107,7 @@ class Troubles:
             found = self.accused(plan)
             if any(not self._members.is_live(peer) or _are_most(plan, senders) for peer, senders in found.items()):
                 return
-            await self._members.wait_for_change(POLL_SECONDS)
+            await self._members.wait_for_change(timing.POLL_SECONDS)
 
     def _withheld(self, plan: Plan, what: Withheld) -> dict[str, set[str]]:
         """The workers that others wait for, and which do."""

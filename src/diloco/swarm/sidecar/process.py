@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from diloco.errors import DiLoCoError, EngineError, with_remedy
 from diloco.swarm.network.limits import TokenBucket
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.status import RunStatus
 from diloco.swarm.settings import Settings
 from diloco.swarm.shared_memory import KeptMappings
@@ -33,10 +34,6 @@ from diloco.swarm.trainer import FetchedState, PostedRound, RoundOutcome, Snapsh
 
 logger = logging.getLogger(__name__)
 
-STATUS_SECONDS = 1.0
-_SNAPSHOT_SECONDS = 60.0
-_LEAVE_SECONDS = 2.5
-_CLOSE_SECONDS = 1.5
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
@@ -89,7 +86,7 @@ class Sidecar:
                 ends: list[asyncio.Future[Any]] = [self._link.ended]
                 if self._running is not None:
                     ends.append(self._running.network_lost)
-                await asyncio.wait(ends, timeout=STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(ends, timeout=timing.STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if self._running is not None and self._running.network_lost.done():
                     raise EngineError(self._running.network_lost.result())
                 self._send_status()
@@ -99,7 +96,7 @@ class Sidecar:
                 task.cancel()
             if self._running is not None:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_CLOSE_SECONDS):
+                    async with asyncio.timeout(timing.SIDECAR_CLOSE_SECONDS):
                         await self._running.close_network()
 
     # Messages of the trainer
@@ -183,7 +180,7 @@ class Sidecar:
     async def _leave(self, number: int) -> messages.Done:
         if self._running is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LEAVE_SECONDS):
+                async with asyncio.timeout(timing.SIDECAR_LEAVE_SECONDS):
                     await self._running.node.leave()
         return messages.Done(number)
 
@@ -199,10 +196,10 @@ class Sidecar:
         self._snapshots[number] = waiting
         self._link.send(messages.MakeSnapshot(number))
         try:
-            async with asyncio.timeout(_SNAPSHOT_SECONDS):
+            async with asyncio.timeout(timing.SNAPSHOT_SECONDS):
                 return await waiting
         except TimeoutError:
-            logger.warning("the trainer made no snapshot within %g s", _SNAPSHOT_SECONDS)
+            logger.warning("the trainer made no snapshot within %g s", timing.SNAPSHOT_SECONDS)
             return None
         finally:
             self._snapshots.pop(number, None)

@@ -16,13 +16,13 @@ from torch import Tensor
 from diloco.engines.rounds import GlobalState
 from diloco.errors import EngineError, RoundFailed
 from diloco.safetensors_files import make_header
+from diloco.swarm.protocol import timing
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.sidecar.messages import SnapshotMade
 from diloco.swarm.trainer import Snapshot
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 1.0
 
 Provider = Callable[[], GlobalState]
 
@@ -88,7 +88,7 @@ class SnapshotMaker:
         with self._lock:
             self._provider = self._latest = None
         if self._thread is not None:
-            self._thread.join(_CLOSE_SECONDS)  # a large copy that is not done by then is left to end by itself
+            self._thread.join(timing.WRITER_SECONDS)  # a large copy that is not done by then is left to end by itself
 
     def _work(self) -> None:
         while (number := self._requests.get()) is not None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import diloco.errors
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RoundFailed
+from diloco.swarm.protocol import timing
 from diloco.swarm.settings import Settings
 from diloco.swarm.sidecar import messages
 from diloco.swarm.sidecar.child_process import COMMAND, SidecarProcess
@@ -27,17 +28,7 @@ from diloco.swarm.sidecar.messages import FromSidecar, FromTrainer
 
 logger = logging.getLogger(__name__)
 
-SILENT_TURNS = 30
-"""A sidecar is frozen after this many seconds without a message, counted while this process itself runs."""
-_FIRST_TURNS = 60  # a process that is still importing sends nothing
-RESTARTS, RESTARTS_SECONDS = 5, 600.0
-PAUSE_SECONDS = 1.0
-"""Before the second restart; twice as long before each further one. The first comes at once."""
-_SEND_SECONDS = 2.0
-_LEAVE_SECONDS = 3.0
-_EXIT_SECONDS = 2.0
-_JOIN_SECONDS = 5.0
-_DYING_SECONDS = 0.5
+RESTARTS = 5
 _CLOSED = "the swarm's engine is closed: no round can follow"
 
 Request = messages.PostRound | messages.FetchState | messages.FetchFile | messages.Leave
@@ -125,7 +116,7 @@ class SidecarSupervisor:
         with self._lock:
             self._requests.pop(number, None)
 
-    def send(self, message: FromTrainer, seconds: float = _SEND_SECONDS) -> bool:
+    def send(self, message: FromTrainer, seconds: float = timing.SEND_SECONDS) -> bool:
         """A message without an answer. False: there is no sidecar now, or it did not take the message in time."""
         link = self._link
         if link is None:
@@ -153,7 +144,7 @@ class SidecarSupervisor:
         self._closing.set()
         if leaving is not None:
             with contextlib.suppress(TimeoutError, SidecarLost, DiLoCoError):
-                leaving.result(_LEAVE_SECONDS)
+                leaving.result(timing.LEAVE_SECONDS)
         self._ending.set()
         with self._lock:
             if self._link is not None:
@@ -161,7 +152,7 @@ class SidecarSupervisor:
             else:
                 self.kill()
         if self._thread.is_alive():
-            self._thread.join(_EXIT_SECONDS + _JOIN_SECONDS)
+            self._thread.join(timing.EXIT_SECONDS + timing.THREAD_SECONDS)
 
     # The supervisor's thread
 
@@ -175,7 +166,7 @@ class SidecarSupervisor:
             except Exception as error:  # callers that wait must get it, whatever it is
                 logger.exception("the swarm's process cannot be supervised any longer")
                 self.failure = EngineError(f"the swarm's process cannot be supervised any longer: {error!r}")
-            self._ending.wait(PAUSE_SECONDS * (2 ** len(self._lost_at) // 2 - 1))
+            self._ending.wait(timing.RESTART_PAUSE_SECONDS * (2 ** len(self._lost_at) // 2 - 1))
         self._fail_all(self.failure or EngineError(_CLOSED))
 
     def _run_one(self) -> None:
@@ -184,7 +175,7 @@ class SidecarSupervisor:
         try:
             self._listen(process.link)
         except LinkClosed as error:
-            if process.exits_within(_DYING_SECONDS):
+            if process.exits_within(timing.DYING_SECONDS):
                 raise LinkClosed(f"it died ({process.how_it_ended()})") from error
             raise LinkClosed("it closed the link, and was killed") from error
         finally:
@@ -192,7 +183,7 @@ class SidecarSupervisor:
                 self._link = None
                 process.link.close()
             if self._ending.is_set():
-                process.exits_within(_EXIT_SECONDS)  # by itself, since its link is closed
+                process.exits_within(timing.EXIT_SECONDS)  # by itself, since its link is closed
             process.end()
             self.process = None
 
@@ -200,9 +191,9 @@ class SidecarSupervisor:
         start = messages.Start(
             self.new_number(), self._settings, self._next_round() if self._first_start.done() else None
         )
-        link.send(start, _SEND_SECONDS)
+        link.send(start, timing.SEND_SECONDS)
         silent, started = 0, False
-        while silent < (SILENT_TURNS if started else _FIRST_TURNS):
+        while silent < (timing.SIDECAR_SILENT_TURNS if started else timing.SIDECAR_FIRST_TURNS):
             if self._ending.is_set():
                 return
             message = link.receive(1.0)
@@ -242,7 +233,7 @@ class SidecarSupervisor:
             return
         request.sent = True
         try:
-            link.send(request.message, _SEND_SECONDS)
+            link.send(request.message, timing.SEND_SECONDS)
         except LinkClosed:
             pass  # the thread sees it too, and fails all requests that were sent
         except LinkFull:
@@ -280,12 +271,12 @@ class SidecarSupervisor:
         if self._ending.is_set() or self.failure is not None:
             return
         now = time.monotonic()
-        self._lost_at = [at for at in self._lost_at if now - at < RESTARTS_SECONDS] + [now]
+        self._lost_at = [at for at in self._lost_at if now - at < timing.RESTARTS_SECONDS] + [now]
         self._on_event("sidecar_lost", {"reason": reason, "log": str(self._log)})
         if len(self._lost_at) > RESTARTS:
             self.failure = EngineError(
-                f"the swarm's process was lost {len(self._lost_at)} times within {RESTARTS_SECONDS / 60:g} minutes: "
-                + self._with_last_log_line(reason)
+                f"the swarm's process was lost {len(self._lost_at)} times within "
+                f"{timing.RESTARTS_SECONDS / 60:g} minutes: " + self._with_last_log_line(reason)
             )
 
     def _fail_all(self, error: Exception) -> None:

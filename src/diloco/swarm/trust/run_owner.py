@@ -12,6 +12,7 @@ from diloco.errors import ConfigError
 from diloco.swarm.network import identity
 from diloco.swarm.network.known_peers import KnownPeer, read_peers
 from diloco.swarm.network.multiaddr import ip_of, is_public
+from diloco.swarm.protocol import timing
 from diloco.swarm.run_files import (
     INVITATION_FILES,
     PEERS_FILE,
@@ -33,8 +34,6 @@ MAX_DAYS = 3650.0
 MAX_SEATS = 1023
 """Invitations that are made at once."""
 _MAX_ADDRESSES = 4
-_LIVE_SECONDS = 60.0
-"""A peer that was silent for so long before the latest news of any peer is left out of invitations."""
 _DAY_SECONDS = 86_400.0
 _PEER_ID_LENGTH = 52
 _MAX_NAMES = 5
@@ -240,7 +239,7 @@ def choose_addresses(peers: Iterable[KnownPeer]) -> list[str]:
     """
     known = list(peers)
     latest = max((peer.seen for peer in known), default=0.0)
-    known = [peer for peer in known if peer.addresses and latest - peer.seen <= _LIVE_SECONDS]
+    known = [peer for peer in known if peer.addresses and latest - peer.seen <= timing.INVITED_LIVE_SECONDS]
     own = [peer for peer in known if peer.local_name is not None]
     others = [(peer.worker, peer) for peer in known if peer.local_name is None and peer.worker is not None]
     ranked = [peer for _, peer in sorted(others, key=lambda one: (_distance(_best(one[1])[0]), one[0]))]

@@ -16,11 +16,11 @@ from typing import Any
 from diloco.swarm.network import multiaddr
 from diloco.swarm.network.p2pd.errors import DaemonError, DaemonGone, HandlerError
 from diloco.swarm.network.p2pd.process import messages
+from diloco.swarm.protocol import timing
 
 _MAX_MESSAGE_BYTES = 8 << 20
 _SOCKET_BUFFER = 1 << 20
 _READER_LIMIT = 4 << 20
-_HEADER_SECONDS = 10.0
 
 Message = Any
 """One of Hivemind's generated protobuf classes, which have no types."""
@@ -194,7 +194,7 @@ class Control:
 
     async def _read_header(self, sock: socket.socket, on_stream: Callable[..., Awaitable[None]]) -> None:
         try:
-            async with asyncio.timeout(_HEADER_SECONDS):
+            async with asyncio.timeout(timing.STREAM_HEADER_SECONDS):
                 header = await _receive_message(sock, self._messages.StreamInfo())
         except (TimeoutError, DaemonGone, OSError):
             sock.close()

@@ -9,12 +9,12 @@ from diloco.swarm.network.p2pd.control import Control
 from diloco.swarm.network.p2pd.pacing import FIRST_WINDOW, PacedStream
 from diloco.swarm.network.p2pd.streams import SocketStream
 from diloco.swarm.network.transport import MAX_CALL_BYTES, CallRefused, OnCall, OnStream, Unreachable
+from diloco.swarm.protocol import timing
 
 log = logging.getLogger(__name__)
 
 CALLS_PER_PEER, CALLS_IN_ALL = 32, 512
 STREAMS_PER_PEER, STREAMS_IN_ALL = 64, 512
-_BUSY_SECONDS = 1.0
 
 
 class IncomingRequests:
@@ -38,7 +38,7 @@ class IncomingRequests:
             return await self._answer_now(peer, request)
         except CallRefused as refused:
             if refused.code == "busy":  # so that a peer that calls again at every answer gets few; it holds no place
-                await asyncio.sleep(_BUSY_SECONDS)
+                await asyncio.sleep(timing.BUSY_SECONDS)
             raise
 
     async def _answer_now(self, peer: str, request: bytes) -> bytes:

@@ -19,13 +19,12 @@ import struct
 from collections import deque
 
 from diloco.swarm.network.transport import Stream, Unreachable
+from diloco.swarm.protocol import timing
 
 FIRST_WINDOW, LEAST_WINDOW, MOST_WINDOW = 1 << 16, 1 << 16, 1 << 24
 _LEAST_PIECE, MOST_PIECE = 1 << 14, 1 << 20
 _ACK_BYTES = 1 << 14
 """Read bytes are acknowledged when there are so many."""
-_SHORT_SECONDS, _LONG_SECONDS = 0.5, 1.5
-_LINGER_SECONDS = 20.0
 _lingering: set[asyncio.Task[None]] = set()
 _HEAD = struct.Struct("<I")
 _ACK = 1 << 31
@@ -68,11 +67,11 @@ class PacedStream(Stream):
 
     async def _linger(self) -> None:
         with contextlib.suppress(Unreachable, TimeoutError):
-            async with asyncio.timeout(_LINGER_SECONDS):
+            async with asyncio.timeout(timing.LINGER_SECONDS):
                 self._owed, self._read = self._owed + self._read, 0
-                await self._acknowledge(_LINGER_SECONDS)
+                await self._acknowledge(timing.LINGER_SECONDS)
                 while self._unacknowledged and not self._early:  # data that none reads: the peer must be told
-                    await self._advance(None, _LINGER_SECONDS)
+                    await self._advance(None, timing.LINGER_SECONDS)
         self.raw.close()
 
     # Writing
@@ -108,10 +107,10 @@ class PacedStream(Stream):
         while self._under_way and self._under_way[0][0] <= self._acknowledged:
             written_at = self._under_way.popleft()[1]
         seconds = 0.0 if written_at is None else _now() - written_at
-        if seconds < _SHORT_SECONDS:
+        if seconds < timing.PACING_SHORT_SECONDS:
             self.window = min(MOST_WINDOW, self.window + count * limited)
-        elif seconds > _LONG_SECONDS and _now() - self._shrunk_at > seconds:  # once for each window
-            self.window = max(LEAST_WINDOW, int(self.window * _SHORT_SECONDS / seconds))
+        elif seconds > timing.PACING_LONG_SECONDS and _now() - self._shrunk_at > seconds:  # once for each window
+            self.window = max(LEAST_WINDOW, int(self.window * timing.PACING_SHORT_SECONDS / seconds))
             self._shrunk_at = _now()
 
     # Reading

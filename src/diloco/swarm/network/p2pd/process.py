@@ -23,15 +23,13 @@ from pathlib import Path
 from types import ModuleType
 
 from diloco.errors import EngineError, RendezvousError, install_hint
+from diloco.swarm.protocol import timing
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 20.0
-_STOP_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 _KEPT_LINES = 8
 _PREFIX = "diloco-p2pd-"
-_STALE_SECONDS = 60.0
 
 
 def _folder_of_hivemind() -> Path:
@@ -119,11 +117,13 @@ class Daemon:
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         daemon._reading = asyncio.create_task(daemon._read(ready))
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(timing.DAEMON_START_SECONDS):
                 await ready
         except TimeoutError:
             await daemon.stop()
-            raise RendezvousError(f"p2pd did not start within {START_SECONDS:.0f} s{daemon.recent_output()}") from None
+            raise RendezvousError(
+                f"p2pd did not start within {timing.DAEMON_START_SECONDS:.0f} s{daemon.recent_output()}"
+            ) from None
         except BaseException:
             await daemon.stop()
             raise
@@ -158,15 +158,15 @@ class Daemon:
         self._stopping = True
         self._signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(_STOP_SECONDS):
+            async with asyncio.timeout(timing.DAEMON_STOP_SECONDS):
                 await self.process.wait()
         except TimeoutError:
             self._signal(signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STOP_SECONDS):
+                async with asyncio.timeout(timing.DAEMON_STOP_SECONDS):
                     await self.process.wait()
         if self._reading is not None:
-            await asyncio.wait([self._reading], timeout=_STOP_SECONDS)
+            await asyncio.wait([self._reading], timeout=timing.DAEMON_STOP_SECONDS)
         if self.lock >= 0:
             _remove(self.folder, self.lock)
             self.lock = -1
@@ -192,7 +192,10 @@ def _remove_stale(base: Path) -> None:
     """Remove the folders that killed processes have left."""
     for folder in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < _STALE_SECONDS:
+            if (
+                folder.stat().st_uid != os.getuid()
+                or time.time() - folder.stat().st_mtime < timing.STALE_SOCKETS_SECONDS
+            ):
                 continue
             lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
             try:

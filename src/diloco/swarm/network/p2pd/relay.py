@@ -12,6 +12,7 @@ from diloco.swarm.network.p2pd.control import Control
 from diloco.swarm.network.p2pd.errors import DaemonError, DaemonGone
 from diloco.swarm.network.p2pd.process import Daemon
 from diloco.swarm.network.reachability import Reachability
+from diloco.swarm.protocol import timing
 
 _HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 _RESERVE = b"\x02\x08\x00"
@@ -22,7 +23,6 @@ _RELAY_CIRCUITS = 256
 _RELAY_STARTS = 6
 _ONE_PROCESSOR = {"GOMAXPROCS": "1"}
 """With more, the wrong one of p2pd's two relays wins more often than not; see `_has_our_relay`."""
-_PROBE_SECONDS = 3.0
 
 
 def p2pd_arguments(reachability: Reachability, config: ListenConfig) -> list[str]:
@@ -75,11 +75,11 @@ async def _has_our_relay(daemon: Daemon, flags: list[str], listening: list[str])
     guest = await Daemon.start([*guest_flags, "-noListenAddrs"])
     control, guest_control = Control(daemon.control, daemon.streams), Control(guest.control, guest.streams)
     try:
-        async with asyncio.timeout(_PROBE_SECONDS):
+        async with asyncio.timeout(timing.RELAY_PROBE_SECONDS):
             await guest_control.connect()
             peer, _ = await control.identify()
             local = [a.replace("/0.0.0.0/", "/127.0.0.1/").replace("/::/", "/::1/") for a in listening]
-            await guest_control.connect_peer(peer, local, _PROBE_SECONDS)
+            await guest_control.connect_peer(peer, local, timing.RELAY_PROBE_SECONDS)
             return await relay_limit(guest_control, peer) >= _RELAY_BYTES
     except (TimeoutError, DaemonError, DaemonGone, OSError):
         return False
@@ -93,7 +93,7 @@ async def relay_limit(control: Control, relay: str) -> int:
 
     Asks for a reservation, which ends by itself.
     """
-    sock = await control.open_stream(relay, _HOP_PROTOCOL, _PROBE_SECONDS)
+    sock = await control.open_stream(relay, _HOP_PROTOCOL, timing.RELAY_PROBE_SECONDS)
     try:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(sock, _RESERVE)

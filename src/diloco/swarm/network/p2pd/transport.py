@@ -41,11 +41,10 @@ from diloco.swarm.network.transport import (
     Transport,
     Unreachable,
 )
+from diloco.swarm.protocol import timing
 
 _OVERHEAD_BYTES = 64 << 10
 """More than the message around a call's bytes."""
-_RECONNECT_SECONDS = 3.0
-_ASK_SECONDS = 5.0
 _MAX_KNOWN = 4096
 """Peers whose addresses are remembered."""
 COMMON_FLAGS = [
@@ -233,7 +232,7 @@ class P2pdTransport(Transport):
 
     async def disconnect(self, peer: str) -> None:
         with contextlib.suppress(DaemonError, DaemonGone, TimeoutError):
-            async with asyncio.timeout(_RECONNECT_SECONDS):
+            async with asyncio.timeout(timing.RECONNECT_SECONDS):
                 await self._control.disconnect_peer(peer)
 
     async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
@@ -264,8 +263,8 @@ class P2pdTransport(Transport):
         if is_not_served(error):
             raise error
         try:
-            async with asyncio.timeout(_RECONNECT_SECONDS):
-                await self._control.connect_peer(peer, self._known.get(peer) or [], _RECONNECT_SECONDS)
+            async with asyncio.timeout(timing.RECONNECT_SECONDS):
+                await self._control.connect_peer(peer, self._known.get(peer) or [], timing.RECONNECT_SECONDS)
         except DaemonError as again:
             raise error if is_only_backoff(again) else again from None
         except TimeoutError:
@@ -284,7 +283,7 @@ class P2pdTransport(Transport):
             return await p2pd_relay.relay_limit(control, peer)
 
     @contextlib.asynccontextmanager
-    async def _running(self, peer: str, seconds: float = _ASK_SECONDS) -> AsyncIterator[Control]:
+    async def _running(self, peer: str, seconds: float = timing.DAEMON_ASK_SECONDS) -> AsyncIterator[Control]:
         """A running p2pd's control, for a request about this peer: its errors become Unreachable and CallRefused."""
         try:
             async with asyncio.timeout(seconds):

@@ -1,0 +1,222 @@
+"""All waiting times of the swarm, each with its reason. What is changed here holds everywhere.
+
+Seconds, or a share: times `lost_seconds` (how long a silent peer counts as live) or `stall_seconds` (four times that),
+which are a run's own (settings.py), as `beat_seconds`, `timeout_seconds` and `minority_seconds` are. Limits of another
+kind (calls a second, sizes, counts) stand where they are kept.
+"""
+
+# How often is looked
+
+POLL_SECONDS = 0.25
+"""A task that waits for a change of the members looks again at the latest after this."""
+TICK_SECONDS = 0.2
+"""Between two looks at all members: which is due a heartbeat, which is lost. A fifth of the usual beat."""
+CHECK_SECONDS = 1.0
+"""Between two checks of this worker's own place in the swarm, of revocations and of its addresses."""
+NUMBERS_POLL_SECONDS = 0.1
+"""Between two looks whether all contributors have told the numbers of their parts."""
+
+# Members
+
+FROZEN_SECONDS = 2.0
+"""A tick that comes so late says that this process was frozen, and not that the others were silent."""
+FORGET_SECONDS = 600.0
+"""A peer that has left is forgotten after this; one that is silent is named to joiners no longer."""
+LONGEST_REDIAL_SECONDS = 300.0
+"""A silent peer is called for ever, less and less often, and at the latest after this."""
+HALF_SILENT_SHARE = 0.5
+"""Times `lost_seconds`: the wait after half of the members have fallen silent at once; this machine may be cut off."""
+MOST_SILENT_SHARE = 12.0
+"""Times `lost_seconds`: the wait after more than half have. About a minute: then they are really lost."""
+GOODBYE_SECONDS = 2.0
+"""For each goodbye of a worker that leaves: its user waits for it."""
+SAVE_SECONDS = 1.0
+"""For writing peers.json at the end."""
+FAULT_TOLD_EVERY = 60.0
+"""Between two events of the same fault: a peer may know how to cause it. The log has a line of each."""
+
+# Joining
+
+SEARCH_SECONDS = 60.0
+"""How long a joiner looks for a member, and asks for a number: a restarted swarm needs some seconds."""
+FOUNDER_SEARCH_SECONDS = 6.0
+"""How long a founder looks for members before it begins a new swarm."""
+SEARCH_PAUSE_SECONDS = 0.5
+"""Between two attempts to find a member."""
+LOOK_SECONDS = 20.0
+"""Between two looks for members that are not known, at first: a side of a split finds the other so."""
+LONGEST_LOOK_SECONDS = 300.0
+"""Between two such looks at most."""
+
+# A round, for its worker
+
+ASK_AGAIN_SECONDS = 2.0
+"""Then the leader is asked whether it still leads."""
+MOST_BACK_OFF_SECONDS = 4.0
+"""A worker whose header is refused asks again after at most this."""
+COMMIT_SHARE = 0.2
+"""Times `lost_seconds`: how long after the others' end this worker's own commit may still arrive."""
+MINORITY_SHARE = 6.0
+"""Times `lost_seconds`: how long a post waits for a majority before training goes on."""
+ALONE_SHARE = 2.0
+"""Times `lost_seconds`: how long a leader may say that it has ended a round, without a mean that counts here."""
+PLAN_SHARE = 2.0
+"""Times `lost_seconds`: how long a leader may take for a plan when all have posted, which is one inquiry."""
+PASSED_OVER_SECONDS = 60.0
+"""So long a leader that did not go on is passed over, and the next member leads."""
+TWO_ENDS_SECONDS = 3600.0
+"""So long the leaders of a round with two ends are passed over, if none can be proved to lie."""
+
+# A round, for its leader
+
+LEAST_PATIENCE_SHARE = 0.2
+"""Times `lost_seconds`: the shortest wait for the other half of the workers, however short rounds are."""
+LEAST_GRACE_SHARE = 0.6
+"""Times `lost_seconds`: the shortest time that workers get which were told to post what they have."""
+
+# The transfer of a round
+
+TRANSFER_SHARE = 2.0
+"""Times the last transfer of its slowest worker: how long the next one may take."""
+MOST_TRANSFER_SHARE = 8.0
+"""Times `lost_seconds`: how long the next parts of a worker may take while its line is not known."""
+LEAST_TRANSFER_SHARE = 2.0
+"""Times `lost_seconds`, however short transfers are: a plan that is lost on its way arrives after one."""
+ALIVE_SECONDS = 1.0
+"""A reducer that waits for others sends an empty frame so often: it is there."""
+MEAN_SHARE = 1.5
+"""Times as long as a reducer waits for parts, the others wait for its mean: it names the late worker first."""
+BAD_PAIR_SECONDS = 60.0
+"""So long two workers exchange no parts after a failed transfer, and twice as long each further time."""
+LONGEST_BAD_SECONDS = 3600.0
+"""And this at most."""
+WITHHELD_SECONDS = 600.0
+"""So long a worker that withheld its means reduces nothing: ten minutes, then twice as long each time."""
+
+# The state
+
+TURN_SHARE = 2.0
+"""Times `lost_seconds`: so long a reader keeps its place, though others wait and it is slow."""
+IDLE_SHARE = 4.0
+"""Times `stall_seconds`: a reader that asks for nothing for so long is not waited for with means."""
+SOURCE_SHARE = 0.5
+"""Times `stall_seconds` without a piece of the state: then another source is asked beside this one."""
+STATE_TOLD_EVERY = 1.0
+"""Between two events that tell how much of a state has arrived."""
+WITNESS_PAUSE_SECONDS = 1.0
+"""Between two snapshots that are taken to tell their digest: each costs the trainer a copy."""
+LOST_ROUNDS_TOLD_EVERY = 60.0
+"""Between two events about the lost rounds of one member: any member can say so."""
+
+# The check of a mean
+
+CHECK_DELAY_SECONDS = 0.5
+"""A check begins so long after its round at the latest: the outer step has the processor first."""
+PART_PAUSES = (1.0, 2.0, 4.0, 8.0)
+"""Between questions for a part: a line that loses messages for a while is no lie."""
+
+# A guest, which joins or asks for the status
+
+GUEST_CALL_SECONDS = 10.0
+"""For the answer of a member."""
+GUEST_LATER_SECONDS = 2.0
+"""For the other members, after one has answered."""
+GUEST_STALL_SECONDS = 30.0
+"""A file that makes no progress for so long is asked of another member."""
+GUEST_START_SECONDS = 60.0
+"""For its p2pd and the first member."""
+
+# Between a trainer and its sidecar
+
+ENGINE_START_SECONDS = 120.0
+"""For the sidecar's start: the search for a member, and a number."""
+FETCH_STATE_SECONDS = 6 * 3600.0
+"""For a large state over a slow line; the sidecar itself notices a stalled transfer."""
+PROGRESS_SECONDS = 0.5
+"""Between two reports of a trainer's progress to its sidecar."""
+LAST_ROUND_SECONDS = 10.0
+"""For a round that is under way when the engine closes."""
+DEADLINE_GRACE_SECONDS = 5.0
+"""After the deadline of a round, for the sidecar to report the failure itself."""
+OUTCOME_POLL_SECONDS = 0.5
+"""Between two looks whether the sidecar of a waiting round is still there."""
+STATUS_SECONDS = 1.0
+"""Between two reports of the run's status to the trainer."""
+SNAPSHOT_SECONDS = 60.0
+"""For a trainer's snapshot: it makes one between two inner steps."""
+SIDECAR_LEAVE_SECONDS = 2.5
+"""For the sidecar's goodbye to the members."""
+SIDECAR_CLOSE_SECONDS = 1.5
+"""For the end of its network."""
+SIDECAR_SILENT_TURNS = 30
+"""A sidecar is frozen after this many seconds without a message, counted while the trainer itself runs."""
+SIDECAR_FIRST_TURNS = 60
+"""The same at its start: a process that is still importing sends nothing."""
+RESTARTS_SECONDS = 600.0
+"""Within this time a sidecar is restarted a few times and no more (`RESTARTS`)."""
+RESTART_PAUSE_SECONDS = 1.0
+"""Before the second restart; twice as long before each further one. The first comes at once."""
+SEND_SECONDS = 2.0
+"""For a message to the sidecar."""
+LEAVE_SECONDS = 3.0
+"""For the sidecar to leave the swarm: a little longer than it takes itself."""
+EXIT_SECONDS = 2.0
+"""For its process to end, before it is killed."""
+THREAD_SECONDS = 5.0
+"""For the thread that supervises it to end."""
+DYING_SECONDS = 0.5
+"""For the exit code of a sidecar whose link has closed."""
+WRITER_SECONDS = 1.0
+"""For the thread that writes snapshots to end."""
+
+# The network
+
+PUNCH_SECONDS = 2.0
+"""The longest that an attempt at hole punching may take."""
+PUNCH_POLL_SECONDS = 0.02
+"""Between two looks whether a direct connection is there."""
+DIAL_BACK_SECONDS = 1.5
+"""Enough for one lost packet. So long must the asking peer wait if its router drops what it does not know."""
+REACHABLE_ASK_SECONDS = 5.0
+"""For a member's answer whether it reaches this machine."""
+REACHABLE_CHECK_SECONDS = 2.0
+"""Between two looks whether this machine's addresses have changed."""
+REACHABLE_FIRST_PAUSE = 5.0
+"""Between two such questions, at first."""
+REACHABLE_LONGEST_PAUSE = 300.0
+"""Between two such questions at most."""
+PEERS_CHANGED_SECONDS = 2.0
+"""Between two writes of peers.json when a peer or an address in it is new."""
+PEERS_UNCHANGED_SECONDS = 20.0
+"""And when only the times in it are."""
+RECONNECT_SECONDS = 3.0
+"""Between two attempts to connect anew for calls to one peer."""
+DAEMON_ASK_SECONDS = 5.0
+"""For an answer of the local p2pd."""
+PACING_SHORT_SECONDS = 0.5
+"""The time over which a stream's rate is measured, at least."""
+PACING_LONG_SECONDS = 1.5
+"""And at most."""
+LINGER_SECONDS = 20.0
+"""So long a closed stream waits until its last bytes have arrived."""
+DAEMON_START_SECONDS = 20.0
+"""For p2pd to begin to listen."""
+DAEMON_STOP_SECONDS = 2.0
+"""For p2pd to end, before it is killed."""
+STALE_SOCKETS_SECONDS = 60.0
+"""A folder of sockets that is older, without a process, is left over from a killed worker."""
+RELAY_PROBE_SECONDS = 3.0
+"""For the answer of p2pd's own relay."""
+BUSY_SECONDS = 1.0
+"""A call that is one too many is refused after this, so that its caller does not ask at once again."""
+STREAM_HEADER_SECONDS = 10.0
+"""For the first bytes of a stream that p2pd hands over."""
+
+# Invitations and the doctor
+
+INVITED_LIVE_SECONDS = 60.0
+"""A peer silent for so long before the latest news of any peer is left out of invitations."""
+DOCTOR_SECONDS = 5.0
+"""For each question of the doctor to a member."""
+DOCTOR_MEASURE_SECONDS = 2.0
+"""For the measurement of a line's bandwidth."""
