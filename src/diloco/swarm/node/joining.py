@@ -42,12 +42,11 @@ async def join(heartbeats: Heartbeats) -> None:
     if saved.get("process", "") >= members.status.process:  # the clock of this machine was set back
         members.status.process = f"{int(saved['process'][:20]) + 1:020d}{members.status.process[20:]}"
     if await _find_member(heartbeats):
-        members.status.number = await _ask_for_number(heartbeats, wished)
+        members.status.take_number(await _ask_for_number(heartbeats, wished))
         if 0 <= wished != members.status.number:  # another worker has taken it since this one was last here
             _tell_renumbered(members, wished, members.status.number)
     elif members.settings.founder:
-        members.status.number = max(wished, 0)
-        members.status.has_state = True
+        members.status.found_run(max(wished, 0))
     else:
         tried = [address for addresses in _known_addresses(members).values() for address in addresses]
         raise RendezvousError(
@@ -190,7 +189,8 @@ async def settle_number(heartbeats: Heartbeats) -> bool:
     if number == members.status.number:
         return False
     _tell_renumbered(members, members.status.number, number)
-    members.status.number = members.numbers[members.me] = number
+    members.status.take_number(number)
+    members.numbers[members.me] = number
     save(members)
     for peer in members.live():
         heartbeats.beat_soon(peer.name)

@@ -18,7 +18,7 @@ from diloco.swarm.node.faults import Faults
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.attendance import Attendance
 from diloco.swarm.protocol.messages import RosterEntry
-from diloco.swarm.protocol.status import Status
+from diloco.swarm.protocol.status import OwnStatus, Status
 from diloco.swarm.run_files import REVOCATIONS_FILE
 from diloco.swarm.settings import Settings
 from diloco.swarm.trust.credential import PeerRefused
@@ -69,7 +69,7 @@ class Peer:
 
 
 class Members:
-    def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, status: Status) -> None:
+    def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, status: OwnStatus) -> None:
         """`status`: this worker's own."""
         self.transport, self.permissions, self.settings, self.status = transport, permissions, settings, status
         permissions.is_known_to_most = self._is_known_to_most
@@ -283,7 +283,7 @@ class Members:
             self.excluded = f"{reason}. Its work on {lost:,} tokens since its last round is not in the run"
             reason = self.excluded
             self.on_event("excluded", {"number": self.status.number, "reason": reason})
-        self.status.has_state = False
+        self.status.lose_state()
 
     # One peer
 

@@ -53,7 +53,7 @@ from diloco.swarm.protocol import proof_messages as proofs
 from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.numbers import give_number
 from diloco.swarm.protocol.plan import Plan
-from diloco.swarm.protocol.status import MemberStatus, RunStatus, Status
+from diloco.swarm.protocol.status import MemberStatus, OwnStatus, RunStatus
 from diloco.swarm.protocol.wire import PROTOCOL, Malformed, PeerMessage, encode, read_frame
 from diloco.swarm.run_files import PEERS_FILE, REVOCATIONS_FILE
 from diloco.swarm.settings import Settings
@@ -73,7 +73,7 @@ _MAX_HELLO_BYTES = 8192
 class Node:
     def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, trainer: Trainer) -> None:
         self.transport, self.permissions, self.settings, self._trainer = transport, permissions, settings, trainer
-        self.own = Status(label=settings.label, process=name_process())
+        self.own = OwnStatus(label=settings.label, process=name_process())
         self.members = Members(transport, permissions, settings, self.own)
         self.members.on_event = self._emit
         self.heartbeats = Heartbeats(self.members)
@@ -123,12 +123,7 @@ class Node:
 
     def progress(self, **values: float) -> None:
         """For this worker's heartbeats: inner_steps, tokens, loss, step_seconds, run_tokens."""
-        self.own.position = int(values.get("inner_steps", self.own.position))
-        self.own.tokens = int(values.get("tokens", self.own.tokens))
-        self.own.run_tokens = int(values.get("run_tokens", self.own.run_tokens))
-        self.own.step_seconds = float(values.get("step_seconds", self.own.step_seconds))
-        loss = float(values.get("loss", self.own.loss))
-        self.own.loss = loss if -1e30 < loss < 1e30 else -1.0
+        self.own.report(values)
 
     def serve_files(self, files: Mapping[str, Path]) -> None:
         self.files.serve(files)

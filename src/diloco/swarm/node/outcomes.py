@@ -129,9 +129,10 @@ class Outcomes:
         self.quorum.record(Agreed(plan, round_.certificate))
         # A contribution that points against the others' is not in the mean, and its worker does not carry it on.
         self.missed.record(plan.key.fragment, [*(entry.peer for entry in plan.contributors), *plan.opposed_peers])
-        status.ended_round = max(status.ended_round, round_.sequence)
-        if round_.number in decision.contributors:
-            status.contributed_round, self.members.counted_tokens = round_.sequence, status.tokens
+        contributed = round_.number in decision.contributors
+        status.count(round_.sequence, contributed=contributed)
+        if contributed:
+            self.members.counted_tokens = status.tokens
         refused = round_.number in decision.refused and round_.number not in plan.opposed
         if decision.resync and refused:  # this worker's anchor differs
             self.record_divergence()
@@ -149,7 +150,8 @@ class Outcomes:
 
     def record_divergence(self) -> None:
         """This worker's state is not the others': it takes over theirs, from a snapshot."""
-        self.members.status.has_state, self.recent.next_to_merge = False, None
+        self.members.status.lose_state()
+        self.recent.next_to_merge = None
 
     def record_end(self, plan: Plan) -> None:
         """The mean of this plan is in this worker's state."""
@@ -210,8 +212,7 @@ class Outcomes:
 
     def record_missed(self, sequence: int) -> None:
         """A round has ended that this worker has not posted: it no longer has the state."""
-        status = self.members.status
-        status.ended_round, status.has_state = max(status.ended_round, sequence), False
+        self.members.status.miss(sequence)
         self.members.changed()
 
     async def resolve(self, round_: Round, peer: str) -> None:
@@ -237,7 +238,7 @@ class Outcomes:
                 return
         decided = agreed is not None and self.quorum.has_decided(agreed)
         if not round_.ended and (decided or self.members.most_ended(round_.sequence)):
-            self.members.status.has_state = False
+            self.members.status.lose_state()
             if agreed is not None and self._has_another_anchor(round_, agreed.plan):
                 self.record_divergence()
             round_.fail("the others ended it without this worker", resync=True)

@@ -33,7 +33,7 @@ class OwnChecks:
         """
         sequence = self._own.next_round
         if self._own.has_state and sequence not in self._participant.rounds and self._members.most_ended(sequence):
-            self._own.has_state = False
+            self._own.lose_state()
             self._trainer.post_now(sequence)
 
     def _check_diverged(self) -> None:
@@ -52,7 +52,7 @@ class OwnChecks:
         self._diverged_since = self._diverged_since or clock.now()
         if clock.now() - self._diverged_since > self._members.settings.lost_seconds:
             self._participant.outcomes.record_divergence()
-            self._own.ended_round = others[0].status.ended_round
+            self._own.fall_back(others[0].status.ended_round)
             for round_ in list(self._participant.rounds.values()):
                 round_.fail("this worker has gone on without most others", resync=True)
             self._trainer.post_now(self._own.next_round)

@@ -80,8 +80,7 @@ class Participant:
         round_ = self.rounds[posted.key.sequence] = Round(posted, status.number, authority=authority, leaves=leaves)
         self.layout = own_terms(posted).layout
         self.outcomes.liars.encodings[posted.key.fragment] = Encoding.of(posted)
-        status.next_round = max(status.next_round, round_.sequence)
-        status.waiting_round = min(self.rounds)
+        status.post(round_.sequence, min(self.rounds))
         if round_.sequence <= self.outcomes.quorum.voted:
             round_.fail("this worker has voted in it before, and given it up")
         try:
@@ -102,11 +101,11 @@ class Participant:
         finally:
             round_.stop_transfer()
             self.rounds.pop(round_.sequence, None)
-            status.waiting_round = min(self.rounds, default=-1)
+            status.leave_round(min(self.rounds, default=-1))
         await self.outcomes.check.own.copied()
         if round_.certificate is None:
             self.outcomes.missed.record(posted.key.fragment, ())
-        status.next_round = max(status.next_round, round_.sequence + 1)
+        status.spend(round_.sequence)
         return round_.outcome.result()
 
     async def _announce(self, round_: Round) -> None:

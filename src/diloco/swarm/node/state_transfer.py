@@ -138,7 +138,7 @@ class StateTransfer:
                         "no worker that has the state of this run answers: the others have ended or cannot be reached. "
                         "Ask for a new invitation, or resume from a checkpoint where there is one"
                     )
-                status.has_state = True  # all other workers are gone: this worker's state is the latest
+                status.keep_state()  # all other workers are gone: this worker's state is the latest
                 return None
             fetched, slow = await fetch_first(sources, self._fetch_from, timing.SOURCE_SHARE * self._stall_seconds)
             for source in slow:
@@ -147,7 +147,7 @@ class StateTransfer:
                 self._record(fetched)
                 return fetched
             if not joiner and len(sources) == 1 and self._refused_seconds > 8 * self._stall_seconds:
-                status.has_state = True  # one member alone is left, and cannot show that it is ahead
+                status.keep_state()  # one member alone is left, and cannot show that it is ahead
                 return None
             if joiner and self._refused_seconds > 8 * self._stall_seconds:
                 raise EngineError(
@@ -312,9 +312,9 @@ class StateTransfer:
 
     def _record(self, fetched: FetchedState) -> None:
         status = self.members.status
-        status.ended_round, status.next_round, status.has_state = fetched.sequence - 1, fetched.sequence, True
-        status.position = max(status.position, fetched.position)
-        self.recent.next_to_merge, self._refused_since = fetched.sequence, None
+        status.take_over(fetched.sequence, fetched.position)
+        self.recent.next_to_merge = fetched.sequence
+        self._refused_since = None
         self.outcomes.quorum.take_over(status.ended_round)
         self.outcomes.take_over(*self._ended, fetched.sequence)
         self._without_means.clear()

@@ -55,5 +55,5 @@ async def look_back(round_: Round, outcomes: Outcomes, posted: Collection[int]) 
             logger.info("round %d: %s does not give its outcome: %s", sequence, peer, problem)
             continue
         if agreed is not None and outcomes.quorum.has_decided(agreed):
-            status.has_state = False
+            status.lose_state()
             round_.fail(f"round {sequence} has ended, which this worker gave up", resync=True)

@@ -1,5 +1,6 @@
 """A worker's own status, sent with every heartbeat, and the status of the whole run as `diloco status` shows it."""
 
+from collections.abc import Mapping
 from math import isfinite
 from typing import Annotated
 
@@ -57,6 +58,78 @@ class Status(Struct, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not (isfinite(self.loss) and isfinite(self.step_seconds)):
             raise ValueError(f"loss {self.loss} and step_seconds {self.step_seconds} must be finite")
+
+
+class OwnStatus(Status):
+    """This worker's own status, as it travels in heartbeats. Only these methods write its place in the run."""
+
+    # A name in the run
+
+    def take_number(self, number: int) -> None:
+        self.number = number
+
+    def found_run(self, number: int) -> None:
+        """Begin a run: this worker's state is the run's."""
+        self.number = number
+        self.has_state = True
+
+    # Rounds
+
+    def post(self, sequence: int, first_waiting: int) -> None:
+        """This worker is in a round. `first_waiting`: the first one that has not ended for it."""
+        self.next_round = max(self.next_round, sequence)
+        self.waiting_round = first_waiting
+
+    def leave_round(self, first_waiting: int) -> None:
+        """A round has ended or failed here. `first_waiting`: the first one that has not; -1 without any."""
+        self.waiting_round = first_waiting
+
+    def spend(self, sequence: int) -> None:
+        """The number of a round is used up, however it ended."""
+        self.next_round = max(self.next_round, sequence + 1)
+
+    def count(self, sequence: int, *, contributed: bool) -> None:
+        """The mean of a round counts here. `contributed`: this worker's work is in it."""
+        self.ended_round = max(self.ended_round, sequence)
+        if contributed:
+            self.contributed_round = sequence
+
+    def miss(self, sequence: int) -> None:
+        """A round has ended without this worker, whose state is older now."""
+        self.ended_round = max(self.ended_round, sequence)
+        self.has_state = False
+
+    # The state
+
+    def lose_state(self) -> None:
+        """The others have gone on: this worker leads no round before it has fetched their state."""
+        self.has_state = False
+
+    def keep_state(self) -> None:
+        """No other member can give a later state: this worker's own is the run's."""
+        self.has_state = True
+
+    def take_over(self, next_round: int, position: int) -> None:
+        """The others' state is here, before this round."""
+        self.ended_round = next_round - 1
+        self.next_round = next_round
+        self.has_state = True
+        self.position = max(self.position, position)
+
+    def fall_back(self, ended_round: int) -> None:
+        """This worker went on alone: what it has counted since this round is not the run's."""
+        self.ended_round = ended_round
+
+    # Training
+
+    def report(self, values: Mapping[str, float]) -> None:
+        """Take what the trainer tells of itself; what is missing stays."""
+        self.position = int(values.get("inner_steps", self.position))
+        self.tokens = int(values.get("tokens", self.tokens))
+        self.run_tokens = int(values.get("run_tokens", self.run_tokens))
+        self.step_seconds = float(values.get("step_seconds", self.step_seconds))
+        loss = float(values.get("loss", self.loss))
+        self.loss = loss if -1e30 < loss < 1e30 else -1.0
 
 
 class MemberStatus(Status):
