@@ -15,10 +15,14 @@ from statistics import median
 from typing import Any
 
 import search_path  # noqa: F401  `support` of the tests
-from diloco.history.log import Event, read_events
+from diloco.history.events import event_fields
+from diloco.history.log import read_events
 from diloco.swarm.trust import run_owner
 from support.swarm.networks import Internet
 from support.swarm.processes import descendants
+
+Line = dict[str, Any]
+"""The fields of an event by name."""
 
 PATCHED = Path(__file__).parent / "attacks" / "patched"
 LONGEST_SECONDS = 400.0
@@ -85,12 +89,13 @@ class Member:
         return self._output.read_text(errors="replace")
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[Line]:
         with suppress(FileNotFoundError):
-            return read_events(self.folder)
+            events = read_events(self.folder)
+            return [event_fields(one) | {"type": one.type, "time": one.time, "worker": one.worker} for one in events]
         return []
 
-    def of(self, *types: str) -> list[Event]:
+    def of(self, *types: str) -> list[Line]:
         return [event for event in self.events if event["type"] in types]
 
     @property
@@ -107,7 +112,7 @@ class Member:
         return max((int(event["sequence"]) for event in self.rounds), default=-1)
 
     @property
-    def rounds(self) -> list[Event]:
+    def rounds(self) -> list[Line]:
         return [event for event in self.of("round") if event["failure"] is None]
 
     def signal(self, what: signal.Signals) -> None:
@@ -287,7 +292,7 @@ def _named(honest: list[Member], bad: Member | None, ends: dict[int, float]) -> 
     return _round_at(ends, when), what
 
 
-def _disagrees(event: Event, bad: Member | None) -> bool:
+def _disagrees(event: Line, bad: Member | None) -> bool:
     return bad is not None and bad.number in (event.get("disagreeing") or ())
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.data.tokenizer import Tokenizer
-from diloco.history.log import read_events
+from diloco.history.run_history import read_history
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
 from measuring import results_path, write_results
@@ -95,7 +95,7 @@ def measure(options: tuple[str, ...], out: Path) -> list[Size]:
             disk = max(disk, folder_size(out))
     if run.returncode:
         raise SystemExit((out.parent / "output.txt").read_text())
-    rounds = [e["bytes_sent"] for e in read_events(out) if e["type"] == "round" and e["bytes_sent"]]
+    rounds = [one.bytes_sent for one in read_history(out).rounds.by_sequence.values() if one.bytes_sent]
     return [
         Size("memory of a process", told["process_bytes"], max(peaks.values())),
         Size("disk at most", told["disk_peak_bytes"], disk),

@@ -9,12 +9,13 @@ import pytest
 
 from diloco.data.corpus import Corpus
 from diloco.errors import EngineError, Excluded, LossNotFinite
-from diloco.history.log import read_events
+from diloco.history.run_history import history_of
 from diloco.history.waterfall import TOLD
 from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.summary import data_parallel_bytes, summarize
 from support.elastic_training import STEPS, Swarm, joins_at, make_run
+from support.event_log import read_events
 from support.saved_runs import quick_runs
 
 
@@ -137,7 +138,7 @@ def test_the_summary_counts_work_not_positions(made: tuple[RunConfig, Corpus], t
     swarm.start(swarm.worker(0, **joins_at(swarm, 9)))
     swarm.end()
     for number in (0, 1):
-        summary = summarize(swarm.config, read_events(tmp_path / f"machine-{number}"))
+        summary = summarize(swarm.config, history_of(read_events(tmp_path / f"machine-{number}")))
         assert summary["status"] == "complete"
         assert (summary["workers"], summary["members_seen"]) == (2, 2)
         assert summary["tokens"] == (STEPS + STEPS - 10) * swarm.config.tokens_per_step
@@ -177,7 +178,7 @@ def test_after_a_member_was_killed_and_came_back_all_machines_count_the_same_tok
     swarm.start(swarm.worker(0, step5=first, step17=again))
     swarm.end()
     in_means = {0: STEPS, 1: (12 - 6) + (STEPS - 18)}
-    summaries = [summarize(config, read_events(tmp_path / f"machine-{number}")) for number in (0, 1)]
+    summaries = [summarize(config, history_of(read_events(tmp_path / f"machine-{number}"))) for number in (0, 1)]
     assert [one["tokens"] for one in summaries] == [sum(in_means.values()) * config.tokens_per_step] * 2
     assert [one["members_seen"] for one in summaries] == [2, 2]
     assert [one["local_tokens"] for one in summaries] == [steps * config.tokens_per_step for steps in in_means.values()]

@@ -12,7 +12,7 @@ from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
 from diloco.engines.note import Note, ValidationFigure
 from diloco.engines.rounds import Member, Report
-from diloco.history.log import read_events
+from diloco.history.run_history import history_of
 from diloco.outer.loop import OuterLoop
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
@@ -21,6 +21,7 @@ from diloco.training.swarm.shard_claims import ShardClaims
 from diloco.training.swarm.validation import SwarmValidation, _Measurement, _Round, add_up
 from diloco.training.validation import Evaluation
 from support.elastic_training import STEPS, Swarm, joins_at, make_run
+from support.event_log import read_events
 from support.saved_runs import quick_runs
 
 
@@ -158,7 +159,7 @@ def test_a_share_that_is_lost_at_the_end_is_measured_by_the_workers_that_remain(
     with pytest.raises(Killed):
         swarm.end()
     assert STEPS in figures(swarm, 0)
-    summary = summarize(swarm.config, read_events(tmp_path / "machine-0"))
+    summary = summarize(swarm.config, history_of(read_events(tmp_path / "machine-0")))
     assert summary["status"] == "complete" and summary["validation_step"] == STEPS
     assert (summary["workers"], len(summary["anchor_digests"])) == (1, 1)  # no other worker has confirmed the end
 

@@ -8,11 +8,12 @@ import pytest
 from diloco.cli.main import app
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.history.log import read_events
+from diloco.history.run_history import history_of
 from diloco.models.choice import ModelChoice
 from diloco.training.config.run import CheckpointConfig, InnerConfig, RunConfig, TrainingConfig
 from diloco.training.config.run_file import merge
 from diloco.training.records.summary import summarize
+from support.event_log import read_events
 from support.saved_runs import quick_runs, small_corpus, train
 
 FILES = sorted((Path(__file__).parents[2] / "examples" / "runs").glob("*.toml"))
@@ -50,7 +51,7 @@ def test_an_example_run_trains_to_its_end(file: Path, tmp_path: Path, text: tupl
     )
     with quick_runs():
         train(tmp_path / "run", config, corpus)
-    summary = summarize(config, read_events(tmp_path / "run"))
+    summary = summarize(config, history_of(read_events(tmp_path / "run")))
     assert summary["inner_steps"] == 28
     assert summary["rounds_failed"] == 0
     assert summary["rounds"] >= 3

@@ -13,12 +13,13 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import EngineError
-from diloco.history.log import Event, EventLog, read_events
+from diloco.history.log import EventLog
 from diloco.swarm.protocol.status import RunStatus
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
 from support.elastic import ElasticEngine, ElasticSwarm
+from support.event_log import Event, read_events
 from support.saved_runs import small_config
 
 STEPS, H = 24, 4

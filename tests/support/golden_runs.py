@@ -15,11 +15,12 @@ from diloco.cli.display.live import plain_line, render
 from diloco.cli.display.report import print_report
 from diloco.cli.display.view import RunView
 from diloco.cli.runs.ended_run import describe_end
-from diloco.cli.runs.status import _counted, progress_line
+from diloco.cli.runs.status import progress_line
 from diloco.core.config import SyncConfig
 from diloco.dashboard.metrics import exposition
 from diloco.dashboard.runs import Run
-from diloco.history.log import read_events
+from diloco.history.figures import RunFigures
+from diloco.history.run_history import read_history
 from diloco.plots.plotted_run import read_run
 from diloco.plots.runs import panels_of
 from diloco.sinks.base import Point, Sink
@@ -217,9 +218,7 @@ def outputs(folder: Path, name: str) -> dict[str, Any]:
     config, _, ended = RUNS[name]
     run = Run(folder, name)
     moment = START + 45.5
-    view = RunView(config)
-    for one in read_events(folder):
-        view.update(one)
+    view = RunView(config, read_history(folder))
     made: dict[str, Any] = {
         "state": _without(run.state(), "now", "summary"),
         "state at a moment": _without(run.state(moment), "now"),
@@ -230,10 +229,10 @@ def outputs(folder: Path, name: str) -> dict[str, Any]:
         "brief": _without(run.brief(), "last_time"),
         "metrics": exposition([run.state()]).splitlines(),
         "plots": [_without(asdict(panel), "kind") for panel in panels_of([read_run(folder, name)])],
-        "progress": progress_line(folder, _counted(folder)),
+        "progress": progress_line(folder, RunFigures(view.history)),
         "display": _text(lambda console: console.print(render(view))),
         "line": plain_line(view),
-        "notes": view.notes,
+        "notes": view.history.notes.lines,
     }
     with open_follower(folder, "recorder", _Recorder) as follower:
         follower.catch_up()

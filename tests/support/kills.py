@@ -13,9 +13,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.history.log import Event, read_events
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.records.summary import read_summary
+from support.event_log import Event, read_events
 from support.forks import Launch, Launched, start_interpreter
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "looks", "at", "rain", "while", "small", "birds", "sing")

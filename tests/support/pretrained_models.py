@@ -9,6 +9,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from diloco.history.run_history import history_of
 from diloco.models.choice import ModelChoice
 from diloco.models.registry import build_model
 from diloco.training.config.run import RunConfig
@@ -81,7 +82,7 @@ def make_run(folder: Path, config: RunConfig | None = None, *, model: str | None
     folder.mkdir()
     config = config or RunConfig(model=ModelChoice(model))
     (folder / "config.toml").write_text(to_toml(config))
-    summary = summarize(config, []) | {"status": "complete", "error": None} | numbers
+    summary = summarize(config, history_of([])) | {"status": "complete", "error": None} | numbers
     (folder / "summary.json").write_text(json.dumps(summary))
     tokenizer = Path(model.removeprefix("hf:")) / "tokenizer.json"
     built = build_model(model, vocab_size=1, sequence_length=1)

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diloco.history.log import EVENTS_FILE, Event
+from diloco.history.log import EVENTS_FILE
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.records.summary import write_summary
+from support.event_log import Event
 
 CONFIG = RunConfig(steps=40, seed=7)
 

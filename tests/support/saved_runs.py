@@ -20,13 +20,14 @@ from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import LocalSwarm
-from diloco.history.log import Event, EventLog, read_events
+from diloco.history.log import EventLog
 from diloco.models.choice import ModelChoice
 from diloco.models.native.presets import PRESETS
 from diloco.training.checkpoints.manifests import find_checkpoints, worker_folder
 from diloco.training.checkpoints.resume import Start, agree_on_start
 from diloco.training.config.run import CheckpointConfig, InnerConfig, RunConfig, TrainingConfig
 from diloco.training.loop import Training
+from support.event_log import Event, read_events
 from support.train_runs import write_text
 
 STEPS, H = 20, 6

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diloco.history.log import Event, read_events
 from diloco.training.records.summary import Summary, read_summary
+from support.event_log import Event, read_events
 from support.forks import Launch, fork_command
 
 LONG = 100.0

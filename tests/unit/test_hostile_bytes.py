@@ -25,16 +25,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from diloco.dashboard.record import RunRecord
-from diloco.dashboard.tail import EventTail
+from diloco.dashboard.quick_lines import QuickLines
+from diloco.dashboard.runs import Run
 from diloco.data.preparation.received_corpus import receive_metadata
 from diloco.engines.asynchronous.sockets import _REPLY, _read_reply
 from diloco.engines.header import pack
 from diloco.engines.note import MalformedNote, Note, read_note, write_note
 from diloco.engines.rounds import Contribution, RoundKey
 from diloco.errors import CheckpointError, ConfigError, DataError, EngineError
-from diloco.history.log import read_events
-from diloco.history.resuming import current
+from diloco.history.log import EventReader
+from diloco.history.run_history import read_history
 from diloco.swarm.audit import merkle
 from diloco.swarm.network.known_peers import read_peers
 from diloco.swarm.network.multiaddr import ip_of, is_public, split_peer, to_bytes, to_text
@@ -133,15 +133,16 @@ def read_metadata(data: bytes) -> None:
     receive_metadata(SCRATCH / "corpus", "0" * 64, lambda _, path: path.write_bytes(data))
 
 
-def read_record(folder: Path) -> None:
+def read_page(folder: Path) -> None:
     """What the page makes of a log."""
-    record = RunRecord()
-    for event in EventTail(folder).read()[0]:
-        record.update(event)
+    run = Run(folder, "run")
+    run.state()
+    run.series(None, 100, None)
+    run.rounds(None, 5)
 
 
-def read_tail(path: Path) -> object:
-    return EventTail(path).read()
+def read_quickly(path: Path) -> object:
+    return EventReader(path, QuickLines).read()
 
 
 PLAN = plan([0, 1, 2])
@@ -214,7 +215,7 @@ PARSERS = {
         (),
     ),
     "events": Parser(
-        as_file(lambda folder: current(read_events(folder)), "events.jsonl"),
+        as_file(read_history, "events.jsonl"),
         (
             json.dumps(EVENT).encode() + b"\n",
             NESTED + b"\n",
@@ -226,9 +227,9 @@ PARSERS = {
         (),
     ),
     "tail of events": Parser(
-        as_file(read_tail, "events.jsonl"), (json.dumps(EVENT).encode() + b"\n", NESTED + b"\n[1]\n3\n{}\n"), ()
+        as_file(read_quickly, "events.jsonl"), (json.dumps(EVENT).encode() + b"\n", NESTED + b"\n[1]\n3\n{}\n"), ()
     ),
-    "page's record": Parser(as_file(read_record, "events.jsonl"), tuple(LINES), ()),
+    "page's record": Parser(as_file(read_page, "events.jsonl"), tuple(LINES), ()),
     "reply": Parser(
         read_socket(_read_reply), (_REPLY.pack(0, 1, 2, 4) + b"no" + bytes(4),), (ConnectionError, EngineError)
     ),

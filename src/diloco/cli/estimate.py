@@ -10,7 +10,7 @@ from rich.text import Text
 
 from diloco.cli.display.sizes import estimate_table, size_lines
 from diloco.errors import ConfigError
-from diloco.history.log import Event, read_events
+from diloco.history.run_history import RunHistory, read_history
 from diloco.training.compute import precision_name
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.start import check_device
@@ -38,14 +38,14 @@ def print_estimate(
     workers = max(2, members + config.workers) if config.engine == "swarm" else config.workers
     place = Place(workers, min(sizes), cuda, precision_name(config.compute.precision, device))
     folder = resume or Path(config.out or "runs")
-    events = [] if resume is None else read_events(resume)
+    history = RunHistory() if resume is None else read_history(resume)
     found = estimate(
         config,
-        vocab_size or _vocabulary_of_run(events) or vocabulary_of(config),
+        vocab_size or history.resolved.get("data.vocab_size") or vocabulary_of(config),
         place,
         processes=sum(sizes),
         folder=folder,
-        events=events,
+        history=history,
         bandwidth_bits=bits,
         device_budget=device_budget(device, sum(sizes)),
         threads=config.threads or max(1, (os.cpu_count() or 1) // sum(sizes)),
@@ -65,9 +65,3 @@ def print_estimate(
     console.print(estimate_table(values), highlight=False)
     for text in told:
         console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True, highlight=False)
-
-
-def _vocabulary_of_run(events: list[Event]) -> int | None:
-    """Of a run that has started: a small text supports fewer tokens than were asked for."""
-    told = (event.get("resolved", {}).get("data.vocab_size") for event in events if event["type"] == "worker_started")
-    return next(told, None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from diloco.dashboard.members import GONE
+from diloco.history.members import GONE
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Json = Mapping[str, Any]

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diloco.dashboard.record import RunRecord
+from diloco.dashboard.quick_lines import QuickLines
 from diloco.dashboard.series import series
-from diloco.dashboard.snapshot import SILENT_SECONDS, snapshot
-from diloco.dashboard.tail import EventTail
+from diloco.dashboard.snapshot import SILENT_SECONDS, round_json, snapshot
 from diloco.errors import ConfigError
-from diloco.history.log import EVENTS_FILE, EVENTS_VERSION
-from diloco.history.progress import DOING
+from diloco.history.events import EVENTS_VERSION
+from diloco.history.figures import RunFigures
+from diloco.history.log import EVENTS_FILE
+from diloco.history.run_history import LiveHistory, RunHistory
+from diloco.history.workers import DOING
 from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import SUMMARY_FILE
 
@@ -33,24 +35,20 @@ class Run:
         self.version = 0
         """Rises with every change."""
         self._lock = threading.Lock()
-        self._tail, self._record = EventTail(folder), RunRecord()
+        self._live = LiveHistory(folder, decoder=QuickLines)
         self._ended: tuple[float, Json | None] = (0.0, None)
 
     def refresh(self) -> int:
         """Read what is new, and return the version."""
         with self._lock:
-            while True:
-                events, restarted = self._tail.read()
-                if restarted:
-                    self._record = RunRecord()
-                for event in events:
-                    self._record.update(event)
-                if events or restarted:
-                    self.version += 1
-                if not events:
-                    break
+            if self._live.refresh():
+                self.version += 1
             self._read_summary()
             return self.version
+
+    @property
+    def _history(self) -> RunHistory:
+        return self._live.history
 
     def _read_summary(self) -> None:
         path = self.folder / SUMMARY_FILE
@@ -66,10 +64,14 @@ class Run:
         self.refresh()
         with self._lock:
             options = self.options()
-            found = snapshot(self._record, options, self._ended[1], until, time.time())
+            found = snapshot(self._figures(until), options, self._ended[1], time.time())
             if found["status"] == "empty" and self._is_new():
                 found |= {"status": "starting", "doing": DOING["started"]}
             return {"run": self.name, "version": self.version, "problems": self._problems(), **found}
+
+    def _figures(self, until: float | None) -> RunFigures:
+        elastic = self._history.elastic or self.options().get("engine") == "swarm"
+        return RunFigures(self._history, until, elastic=elastic)
 
     def _is_new(self) -> bool:
         return time.time() - _changed(self.folder) < SILENT_SECONDS
@@ -77,20 +79,20 @@ class Run:
     def series(self, until: float | None, points: int, chosen: set[int] | None) -> Json:
         self.refresh()
         with self._lock:
-            return {"run": self.name, "version": self.version, **series(self._record, until, points, chosen)}
+            return {"run": self.name, "version": self.version, **series(self._figures(until), points, chosen)}
 
     def rounds(self, until: float | None, count: int, before: int | None = None) -> Json:
         """The last `count` rounds, or those before the round `before`."""
         self.refresh()
         with self._lock:
-            found = [one for one in self._record.rounds.until(until) if before is None or one.sequence < before]
-            return {"run": self.name, "rounds": [one.as_json() for one in found[-count:]], "all": len(found)}
+            found = [one for one in self._history.rounds.until(until) if before is None or one.sequence < before]
+            return {"run": self.name, "rounds": [round_json(one) for one in found[-count:]], "all": len(found)}
 
     def config(self) -> Json:
         """What was resolved when training started; before, the options of config.toml."""
         self.refresh()
         with self._lock:
-            resolved = self._record.resolved
+            resolved = dict(self._history.resolved)
             return {"run": self.name, "resolved": bool(resolved), "options": resolved or self.options()}
 
     def options(self) -> Json:
@@ -123,13 +125,13 @@ class Run:
         return {"run": self.name, "last_time": last, "steps": options.get("steps"), "about": about, **found}
 
     def _from_log(self, options: Json) -> Json:
-        state = snapshot(self._record, options, None, None, time.time())
-        if not self._record.events:  # not read yet, or there is nothing to read
+        state = snapshot(self._figures(None), options, None, time.time())
+        if not self._history.events:  # not read yet, or there is nothing to read
             state["status"] = "starting" if self._is_new() else "silent"
         validation = state["validation"] or {}
         return {
             "status": state["status"],
-            "step": state["step"] if self._record.events else None,
+            "step": state["step"] if self._history.events else None,
             "workers": state["health"]["present"] or len(state["workers"]) or None,
             "loss": validation.get("loss"),
             "perplexity": validation.get("perplexity"),
@@ -140,24 +142,24 @@ class Run:
     def _problems(self) -> list[str]:
         """What a reader of the page should know about the log."""
         problems = []
-        if self._tail.newest_version > EVENTS_VERSION:
+        if self._live.reader.newest_version > EVENTS_VERSION:
             problems.append(
-                f"A newer diloco wrote this run (events of version {self._tail.newest_version}; this one knows "
+                f"A newer diloco wrote this run (events of version {self._live.reader.newest_version}; this one knows "
                 f"{EVENTS_VERSION}): what it does not know is left out. Update diloco."
             )
-        if self._tail.damaged_lines:
-            problems.append(f"{self._tail.damaged_lines} damaged lines of {EVENTS_FILE} are left out.")
-        if self._record.refused_events:
-            problems.append(f"{self._record.refused_events} events have unknown fields and are left out.")
+        if self._live.reader.damaged_lines:
+            problems.append(f"{self._live.reader.damaged_lines} damaged lines of {EVENTS_FILE} are left out.")
+        if self._history.refused_events:
+            problems.append(f"{self._history.refused_events} events have unknown fields and are left out.")
         if not self.folder.exists():
             problems.append("The folder of this run is gone: this is what was read before.")
-        elif not self._tail.path.exists() and self._record.events:
+        elif not self._live.reader.path.exists() and self._history.events:
             problems.append(f"{EVENTS_FILE} of this run is gone: this is what was read before.")
-        elif not self._tail.path.exists():
+        elif not self._live.reader.path.exists():
             if not self._is_new():
                 problems.append(f"There is no {EVENTS_FILE} yet: the run has not started to train.")
-        elif self._tail.problem is not None:
-            problems.append(f"{EVENTS_FILE} cannot be read: {self._tail.problem}.")
+        elif self._live.reader.problem is not None:
+            problems.append(f"{EVENTS_FILE} cannot be read: {self._live.reader.problem}.")
         return problems
 
 

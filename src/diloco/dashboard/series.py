@@ -1,16 +1,17 @@
 """The curves of a run, few enough points to draw: every point has its step, tokens, bytes and seconds as x."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.dashboard.columns import Columns, Numbers, as_json, exact_json, mean_by_step, thin_out
-from diloco.dashboard.members import GONE
-from diloco.dashboard.record import RunRecord
-from diloco.dashboard.rounds import Round
-from diloco.history.resuming import RunClock
-from diloco.training.records.summary import data_parallel_bytes
+from diloco.history.columns import Columns, Numbers
+from diloco.history.events import ROUND_STATISTICS
+from diloco.history.figures import RunFigures, data_parallel_bytes
+from diloco.history.rounds import RoundHistory
+from diloco.history.run_history import RunClock, RunHistory
 
 Json = dict[str, Any]
 MOST_POINTS = 4000
@@ -19,13 +20,14 @@ _RATE_POINTS = 240
 _HELD_HERE = 2  # workers of one machine log the same step a moment apart
 
 
-def series(record: RunRecord, until: float | None, points: int, chosen: set[int] | None = None) -> Json:
+def series(figures: RunFigures, points: int, chosen: set[int] | None = None) -> Json:
     """`chosen`: the workers with a curve of their own; None: all, if they are few. All workers are in the means."""
-    rows = {number: worker.columns.until(until) for number, worker in sorted(record.workers.items())}
+    history, until = figures.history, figures.until
+    rows = {number: worker.columns.until(until) for number, worker in sorted(history.workers.items())}
     rows = {number: columns for number, columns in rows.items() if len(columns["time"])}
-    axes = _Axes(rows, record.clock)
+    axes = _Axes(rows, history.clock)
     logged = {number: _rows_of(columns, columns["logged"] > 0) for number, columns in rows.items()}
-    here = {number for number, worker in record.workers.items() if worker.local}
+    here = {number for number, worker in history.workers.items() if worker.local}
     if chosen is None:
         chosen = set(rows) if len(rows) <= _SHOWN_WORKERS else set()
     of_each = max(150, min(points, 2 * points // max(1, len(chosen))))
@@ -33,20 +35,20 @@ def series(record: RunRecord, until: float | None, points: int, chosen: set[int]
         "loss": _mean_curve(logged, "loss", points, axes),
         "gradient_norm": _mean_curve(logged, "gradient_norm", min(points, 400), axes),
         "learning_rate": _mean_curve(logged, "learning_rate", min(points, 200), axes),
-        "start": record.clock.first,
+        "start": history.clock.first,
         "workers": {str(n): _own_curve(columns, of_each, axes) for n, columns in logged.items() if n in chosen},
-        "validation": _validation(record.validations, until, points, axes),
-        "rates": _rates(rows, axes, chosen, here, _gone(record), until or record.clock.last or 0.0),
-        "rounds": _round_curves(record.rounds.until(until), min(points, 600), axes),
-        "communication": _communication(record, rows, axes, record.rounds.until(until)),
+        "validation": _validation(history.validations, until, points, axes),
+        "rates": _rates(rows, axes, chosen, here, _gone(history), until or history.clock.last or 0.0),
+        "rounds": _round_curves(figures.rounds, min(points, 600), axes),
+        "communication": _communication(figures, rows, axes),
         "workers_in_means": len(rows),
     }
 
 
-def _gone(record: RunRecord) -> dict[int, float]:
+def _gone(history: RunHistory) -> dict[int, float]:
     """When a worker of this machine ended, or a member left, was lost or excluded; without those that are there."""
-    ended = {number: one.ended["time"] for number, one in record.workers.items() if one.ended is not None}
-    return ended | {one["member"]: one["since"] for one in record.members.until(None) if one["state"] in GONE}
+    ended = {number: one.ended.time for number, one in history.workers.items() if one.ended is not None}
+    return ended | {member.number: member.since for member in RunFigures(history).members if member.gone}
 
 
 def _rows_of(columns: dict[str, Numbers], kept: NDArray[np.bool_]) -> dict[str, Numbers]:
@@ -225,10 +227,9 @@ def _extreme(shares: Numbers, of: np.ufunc) -> Numbers:
     return np.asarray(of.reduce(shares, axis=0))
 
 
-def _round_curves(rounds: list[Round], points: int, axes: _Axes) -> Json:
+def _round_curves(rounds: list[RoundHistory], points: int, axes: _Axes) -> Json:
     merged = [one for one in rounds if one.merged]
-    names = ("mean_norm", "similarity", "codec_error", "seconds")
-    columns = {name: np.array([_or_nan(getattr(one, name)) for one in merged]) for name in names}
+    columns = {name: np.array([_or_nan(one.statistics[name]) for one in merged]) for name in ROUND_STATISTICS}
     columns["sequence"] = np.array([float(one.sequence) for one in merged])
     columns["contributors"] = np.array([float(len(one.contributors)) for one in merged])
     norms = [[part.norm for part in one.workers.values() if part.norm is not None] for one in merged]
@@ -241,18 +242,73 @@ def _round_curves(rounds: list[Round], points: int, axes: _Axes) -> Json:
     return x | {f"round_{n}" if n == "seconds" else n: as_json(column[kept]) for n, column in columns.items()}
 
 
-def _communication(record: RunRecord, rows: dict[int, dict[str, Numbers]], axes: _Axes, rounds: list[Round]) -> Json:
+def _communication(figures: RunFigures, rows: dict[int, dict[str, Numbers]], axes: _Axes) -> Json:
     """Bytes that a worker has sent, and what it would have sent with a gradient average at every step."""
-    workers = record.usual_workers([len(one.contributors) for one in rounds if one.merged])
-    if not rows or not record.tokens_per_step:
+    history = figures.history
+    if not rows or not history.tokens_per_step:
         return axes.at(np.zeros(0)) | {"sent": [], "data_parallel": []}
     row = max(rows.values(), key=lambda one: float(np.nan_to_num(one["tokens"][-1])))
     kept = thin_out(row["bytes_sent"], 300)
-    taken = row["tokens"][kept] / record.tokens_per_step
-    baseline = data_parallel_bytes(record.trainable_parameters, 1, workers) * taken
+    taken = row["tokens"][kept] / history.tokens_per_step
+    baseline = data_parallel_bytes(history.trainable_parameters, 1, figures.usual_workers) * taken
     x = axes.at(row["time"][kept], row["step"][kept])
     return x | {"sent": as_json(row["bytes_sent"][kept]), "data_parallel": as_json(baseline)}
 
 
 def _or_nan(value: float | None) -> float:
     return float("nan") if value is None else value
+
+
+# Few points that keep every extreme
+
+
+def thin_out(values: Numbers, points: int) -> NDArray[np.int64]:
+    """The indices of at most `points` rows: of each bucket of rows the smallest and the largest value, the first row
+    that is nan, and the first and last row of all."""
+    count = len(values)
+    if count <= points:
+        return np.arange(count)
+    kept = {0, count - 1}
+    edges = np.linspace(0, count, max(1, (points - 2) // 3) + 1).astype(int)
+    for start, end in pairwise(edges):
+        bucket = values[start:end]
+        missing = np.isnan(bucket)
+        if missing.any():
+            kept.add(int(start + np.argmax(missing)))
+        if not missing.all():
+            kept.update((int(start + np.nanargmin(bucket)), int(start + np.nanargmax(bucket))))
+    return np.array(sorted(kept))
+
+
+def mean_by_step(steps: Numbers, values: Numbers, points: int) -> dict[str, Numbers]:
+    """Of the rows of all workers together: mean, smallest and largest value at each step, or in each of `points`
+    ranges of steps if there are more. Values that are nan are left out; a range of nothing else is nan."""
+    distinct = np.unique(steps)
+    edges = distinct
+    if len(distinct) > points:  # the last one is always there
+        edges = distinct[np.linspace(len(distinct) - 1, 0, points).astype(int)[::-1]]
+    which = np.searchsorted(edges, steps)  # the first edge that is not below the step
+    finite = ~np.isnan(values)
+    counts = np.bincount(which[finite], minlength=len(edges))[: len(edges)]
+    sums = np.bincount(which[finite], weights=values[finite], minlength=len(edges))[: len(edges)]
+    low, high = np.full(len(edges), np.inf), np.full(len(edges), -np.inf)
+    np.minimum.at(low, which[finite], values[finite])
+    np.maximum.at(high, which[finite], values[finite])
+    empty = counts == 0
+    mean = np.where(empty, np.nan, sums / np.maximum(counts, 1))
+    return {
+        "step": edges,
+        "mean": mean,
+        "low": np.where(empty, np.nan, low),
+        "high": np.where(empty, np.nan, high),
+    }
+
+
+def as_json(values: Sequence[float] | Numbers) -> list[float | None]:
+    """Six digits, and null where there is no number."""
+    return [None if not np.isfinite(value) else float(f"{value:.6g}") for value in values]
+
+
+def exact_json(values: Sequence[float] | Numbers) -> list[float | None]:
+    """As they are, for steps and times; null where there is no number."""
+    return [None if not np.isfinite(value) else round(float(value), 3) for value in values]

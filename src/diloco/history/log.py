@@ -1,58 +1,63 @@
 """events.jsonl: what happened in a run, one JSON object a line, append-only.
 
-The single source for the terminal display, the summary, plots and sinks. Every line has `v` (the schema's version),
-`time` (seconds since 1970), `worker` and `type`; docs/events.md lists the types and their fields. A line is one system
-call on a file opened for appending, so that all workers of a machine can share the file, and a reader never takes half
-a line for a whole one: a line still being written is read later, a line that was cut is left out with a warning.
+Every line has `v` (the schema's version), `time` (seconds since 1970), `worker` and `type`; events.py has the types and
+their fields. A line is one system call on a file opened for appending, so that all workers of a machine can share the
+file, and a reader never takes half a line for a whole one: a line still being written is read later, a line that was
+cut is left out with a warning. Nothing but this module writes or reads the file.
 """
 
 import errno
 import json
 import logging
-import math
 import os
+import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from diloco.history.renumbering import follow_numbers
+from diloco.history.events import EVENTS_VERSION, Event, EventsDelayedEvent, event_fields, read_event
+from diloco.history.renumbering import follow_numbers, is_renumbering
 
-EVENTS_VERSION = 1
 EVENTS_FILE = "events.jsonl"
-
-Event = dict[str, Any]
-logger = logging.getLogger(__name__)
-
-
 _MOST_WAITING = 10_000
+_CHUNK_BYTES = 16 << 20
+_LONGEST_LINE = 64 << 20
+_MOST_WORKERS = 1 << 20
+_MOST_WARNINGS = 100
+_LATEST = 1e11  # seconds since 1970: the year 5138
+logger = logging.getLogger(__name__)
+Line = dict[str, Any]
+Decode = Callable[[bytes], Any]
+"""The JSON of a line; raises ValueError, TypeError or RecursionError if it is none."""
 
 
 class EventLog:
     """Writes one worker's events, from any thread. A full disk does not end training: what cannot be written waits, and
-    is written with the next event that can be (then `events_delayed` tells of it)."""
+    is written with the next event that can be (then an EventsDelayedEvent tells of it)."""
 
     def __init__(self, run_folder: Path, worker: int) -> None:
         self.worker = worker
         self._lock = threading.Lock()
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
-        self._delayed, self._since, self._reason = 0, 0.0, ""
+        self._delayed = 0
+        self._since = 0.0
+        self._reason = ""
         self._cut = False  # the last line was written in part
         self._file = os.open(run_folder / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def emit(self, type_: str, **fields: object) -> None:
-        """Append one event. Numbers that JSON does not know (nan, inf) become null."""
+    def emit(self, event: Event) -> None:
+        """Append one event, with the time and this worker's number."""
         with self._lock:
-            self._waiting.append(self._line(type_, fields))
+            self._waiting.append(self._line(event))
             self._write_waiting()
 
-    def _line(self, type_: str, fields: dict[str, object]) -> bytes:
-        event = {"v": EVENTS_VERSION, "time": round(time.time(), 4), "worker": self.worker, "type": type_}
-        plain = {name: _plain(value) for name, value in fields.items()}
-        return (json.dumps(event | plain, allow_nan=False) + "\n").encode()
+    def _line(self, event: Event) -> bytes:
+        line = {"v": EVENTS_VERSION, "time": round(time.time(), 4), "worker": self.worker, "type": event.type}
+        return (json.dumps(line | event_fields(event), allow_nan=False) + "\n").encode()
 
     def _write_waiting(self) -> None:
         while self._waiting:
@@ -60,20 +65,21 @@ class EventLog:
                 self._write(self._waiting[0])
             except OSError as error:
                 if not self._delayed:
-                    self._since, self._reason = time.time(), error.strerror or str(error)
+                    self._since = time.time()
+                    self._reason = error.strerror or str(error)
                     logger.error("events cannot be written: %s; training goes on, and they wait", error)
                 self._delayed += 1
                 return
             self._waiting.popleft()
         if self._delayed:
-            told = {"events": self._delayed, "reason": self._reason, "seconds": time.time() - self._since}
+            told = EventsDelayedEvent(events=self._delayed, reason=self._reason, seconds=time.time() - self._since)
             logger.warning("events can be written again: %d had to wait", self._delayed)
             self._delayed = 0
-            self._waiting.append(self._line("events_delayed", told))
+            self._waiting.append(self._line(told))
             self._write_waiting()
 
     def _write(self, line: bytes) -> None:
-        """One line in one system call. After a part of it was written, it is written again on a line of its own."""
+        """Write one line in one system call. A line that was written in part comes again on a line of its own."""
         data = b"\n" + line if self._cut else line
         written = os.write(self._file, data)
         self._cut = 0 < written < len(data)
@@ -81,7 +87,7 @@ class EventLog:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Writes what waits, if it can be written by now."""
+        """Write what waits, if it can be written by now."""
         with self._lock:
             self._write_waiting()
             os.close(self._file)
@@ -93,11 +99,11 @@ class NoEvents(EventLog):
     def __init__(self) -> None:
         self.worker = -1
 
-    def emit(self, type_: str, **fields: object) -> None:
-        """Nothing."""
+    def emit(self, event: Event) -> None:
+        """Write nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Close nothing."""
 
 
 def end_cut_line(run_folder: Path) -> None:
@@ -111,64 +117,133 @@ def end_cut_line(run_folder: Path) -> None:
             file.write(b"\n")
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+def decode_line(line: bytes) -> Any:
+    """The JSON of a line; NaN and Infinity, which are no JSON and which this project never writes, are null."""
+    return json.loads(line, parse_constant=lambda _: None)
 
 
 class EventReader:
-    """Reads what was appended since the last call; half a line at the end is left for the next one."""
+    """Reads the events of a run that were appended since the last call, each under the last number of its worker.
 
-    def __init__(self, run_folder: Path) -> None:
-        self._path = run_folder / EVENTS_FILE
+    Half a line at the end is left for the next call. A line that cannot be an event is counted and left out. A file
+    that has become shorter, or was replaced, is read from its beginning, and so is one in which a worker has got
+    another number. A file that cannot be read, or is gone, changes nothing: `problem` says why.
+    """
+
+    def __init__(self, run_folder: Path, decoder: Callable[[], Decode] = lambda: decode_line) -> None:
+        """`decoder` makes what decodes the lines; it is called again when the file is read from its beginning."""
+        self.path = run_folder / EVENTS_FILE
+        self.damaged_lines = 0
+        self.newest_version = EVENTS_VERSION
+        """The largest `v` that was read: above EVENTS_VERSION, a newer diloco wrote the log."""
+        self.problem: str | None = None
+        """Why the log could not be read at the last call."""
+        self._decoder = decoder
+        self._decode = decoder()
         self._offset = 0
+        self._file_id: tuple[int, int] | None = None
+        self._lines = 0  # read so far
+        self._renumberings: dict[int, Line] = {}  # by their place among the lines
 
     def skip(self) -> None:
         """Leave out what is there already."""
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        if self.path.exists():
+            status = self.path.stat()
+            self._offset = status.st_size
+            self._file_id = (status.st_dev, status.st_ino)
 
-    def new_events(self) -> Iterator[Event]:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
+    def read(self) -> tuple[list[Event], bool]:
+        """New events, at most _CHUNK_BYTES of them, and whether the log is read from its beginning again."""
+        lines, restarted = self._new_lines()
+        return [read_event(line) for line in lines], restarted
+
+    def _new_lines(self) -> tuple[list[Line], bool]:
+        try:
+            with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe must not block
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise OSError("not a file")
+                self.problem = None
+                return self._read(file)
+        except OSError as error:
+            self.problem = error.strerror or str(error)
+            self._file_id = None
+            return [], False
+
+    def _read(self, file: BinaryIO) -> tuple[list[Line], bool]:
+        status = os.fstat(file.fileno())
+        file_id = (status.st_dev, status.st_ino)
+        restarted = self._restart(file_id) if file_id != self._file_id or status.st_size < self._offset else False
+        if status.st_size == self._offset:
+            return [], restarted
+        file.seek(self._offset)
+        data = file.read(_CHUNK_BYTES)
+        while b"\n" not in data and len(data) < _LONGEST_LINE and (more := file.read(_CHUNK_BYTES)):
+            data += more
         end = data.rfind(b"\n") + 1
+        if not end and len(data) >= _LONGEST_LINE:
+            self.damaged_lines += 1
+            end = len(data)
+            data = b""
         self._offset += end
-        for line in data[:end].splitlines():
-            if not line:
-                continue
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                event = None
-            if _is_event(event):
-                yield event
-            else:  # a kill or a full disk can cut a line; the next event is then on the same line
-                _warn_once(self._path, line)
+        lines = [line for text in data[:end].split(b"\n") if text and (line := self._parse(text)) is not None]
+        first = self._lines
+        self._lines += len(lines)
+        renumberings = {place: line for place, line in enumerate(lines, first) if is_renumbering(line)}
+        if first and not renumberings.keys() <= self._renumberings.keys():  # what was read has numbers of before
+            known = self._renumberings | renumberings
+            self._restart(file_id)
+            self._renumberings = known
+            return self._read(file)[0], True
+        self._renumberings |= renumberings
+        later = [line for place, line in self._renumberings.items() if place >= self._lines]
+        return follow_numbers(lines, later), restarted
 
+    def _restart(self, file_id: tuple[int, int] | None) -> bool:
+        was_read = self._offset > 0
+        self._offset = 0
+        self._file_id = file_id
+        self.damaged_lines = 0
+        self.newest_version = EVENTS_VERSION
+        self._lines = 0
+        self._renumberings = {}
+        self._decode = self._decoder()
+        return was_read
 
-def _is_event(event: object) -> bool:
-    """Whether it has what every line has; readers rely on that, and on nothing else."""
-    return (
-        isinstance(event, dict)
-        and isinstance(event.get("type"), str)
-        and isinstance(event.get("worker"), int)
-        and isinstance(event.get("time"), int | float)
-    )
+    def _parse(self, text: bytes) -> Line | None:
+        try:
+            line = self._decode(text)
+            known = (
+                isinstance(line["type"], str)
+                and isinstance(line["worker"], int)
+                and -1 <= line["worker"] < _MOST_WORKERS
+                and 0 <= line["time"] < _LATEST
+            )
+        except (ValueError, TypeError, KeyError, RecursionError):
+            known = False
+        if not known:  # a kill or a full disk can cut a line; the next event is then on the same line
+            self.damaged_lines += 1
+            if self.damaged_lines <= _MOST_WARNINGS:
+                _warn_once(self.path, text[:200])
+            return None
+        if isinstance(version := line.get("v"), int):
+            self.newest_version = max(self.newest_version, version)
+        return line  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=256)
 def _warn_once(path: Path, line: bytes) -> None:
-    """Once, though display, summary and report all read the file."""
+    """Warn once of a line, though display, summary and report all read the file."""
     logger.warning("%s: a damaged line is left out: %.80r", path, line)
 
 
 def read_events(run_folder: Path) -> list[Event]:
-    """All events of a run so far, each under the last number of its worker."""
-    return follow_numbers(list(EventReader(run_folder).new_events()))
+    """All events of a run so far."""
+    reader = EventReader(run_folder)
+    events: list[Event] = []
+    while True:
+        more, restarted = reader.read()
+        if restarted:
+            events = []
+        if not more:
+            return events
+        events += more

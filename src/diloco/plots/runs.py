@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from diloco.errors import ConfigError
-from diloco.history.log import Event
-from diloco.history.waterfall import PHASES, Span, round_spans
+from diloco.history.rounds import RoundHistory
+from diloco.history.waterfall import PHASES, Span
 from diloco.plots.panels import PALETTE, Panel, Series, Values
-from diloco.plots.plotted_run import PlottedRun, number
+from diloco.plots.plotted_run import LoggedStep, PlottedRun
 
 _MOST_POINTS = 2000
 _FAR_APART = 8
@@ -61,7 +61,7 @@ class _Asked:
 
 
 def _loss_over(
-    name: str, label: str, x_of: Callable[[Event], float], total: Callable[[Sequence[float]], float]
+    name: str, label: str, x_of: Callable[[LoggedStep], float], total: Callable[[Sequence[float]], float]
 ) -> Callable[[_Asked], list[Panel]]:
     """The mean loss of the workers over something that grows with the steps; `total` is of the workers' values."""
 
@@ -69,7 +69,7 @@ def _loss_over(
         series = []
         one = len(asked.runs) == 1
         for run, color in asked.colors():
-            rows = _by_step(run.steps, lambda event: (x_of(event), number(event.get("loss"))))
+            rows = _by_step(run.steps, lambda row: (x_of(row), row.loss))
             steps, x = list(rows), [total([value for value, _ in row]) for row in rows.values()]
             losses = [[loss for _, loss in row] for row in rows.values()]
             label_ = "training" if one else run.name
@@ -85,7 +85,8 @@ def _loss_over(
                 series.append(
                     Series(told, at, losses_there, color=_darker(color), marker=_marker(points), line="dashed")
                 )
-        ends = [max(found) for one in series if (found := [number(x) for x in one.x if number(x) > 0])]
+        reached = [[x for x in one.x if isinstance(x, int | float) and x > 0] for one in series]
+        ends = [max(values) for values in reached if values]
         far = name == "bytes" and bool(ends) and max(ends) > _FAR_APART * min(ends)
         return [Panel(f"Loss over {name}", label, "loss", series, x_log=far)]
 
@@ -106,11 +107,19 @@ def _between(step: int, steps: Sequence[int], x: Sequence[float], even: bool) ->
     return from_ + (x[after] - from_) * (step - before) / (steps[after] - before)
 
 
-def _by_step(events: Iterable[Event], value: Callable[[Event], Any]) -> dict[int, list[Any]]:
+def _by_step(logged: Iterable[LoggedStep], value: Callable[[LoggedStep], Any]) -> dict[int, list[Any]]:
     """The values of all workers at each step, in the order of steps."""
     rows: dict[int, list[Any]] = {}
-    for event in events:
-        rows.setdefault(event["step"], []).append(value(event))
+    for row in logged:
+        rows.setdefault(row.step, []).append(value(row))
+    return dict(sorted(rows.items()))
+
+
+def _rounds_by_step(rounds: Iterable[RoundHistory]) -> dict[int, list[RoundHistory]]:
+    """The rounds at each step, in the order of steps: with fragments there may be several."""
+    rows: dict[int, list[RoundHistory]] = {}
+    for round_ in rounds:
+        rows.setdefault(round_.step, []).append(round_)
     return dict(sorted(rows.items()))
 
 
@@ -119,11 +128,26 @@ def _lines(
 ) -> list[Series]:
     """A line through the means, in a band from the smallest to the largest of the workers; smoothed if asked."""
     rows = [[value for value in row if math.isfinite(value)] for row in values]
-    means: Values = [statistics.fmean(row) if row else None for row in rows]
-    x, means, low, high = _thinned(
-        x, means, [min(row, default=None) for row in rows], [max(row, default=None) for row in rows]
-    )
-    several = any(len(row) > 1 for row in rows) or len(rows) > _MOST_POINTS
+    means = [statistics.fmean(row) if row else None for row in rows]
+    low, high = [min(row, default=None) for row in rows], [max(row, default=None) for row in rows]
+    return _band(label, x, means, low, high, color, smooth, several=any(len(row) > 1 for row in rows), **how)
+
+
+def _band(
+    label: str,
+    x: Sequence[float],
+    means: Values,
+    low: Values,
+    high: Values,
+    color: str,
+    smooth: int = 1,
+    *,
+    several: bool,
+    **how: Any,
+) -> list[Series]:
+    """The same of what is known already; `several`: there was more than one value at a place."""
+    several = several or len(means) > _MOST_POINTS
+    x, means, low, high = _thinned(x, means, low, high)
     if smooth <= 1:
         return [Series(label, x, means, low if several else None, high if several else None, color=color, **how)]
     return [
@@ -170,18 +194,15 @@ def _darker(color: str) -> str:
 
 
 def _seconds(asked: _Asked) -> list[Panel]:
-    times = [number(event.get("elapsed_seconds")) for run in asked.runs for event in run.steps]
+    times = [row.elapsed_seconds for run in asked.runs for row in run.steps]
     longest = max((seconds for seconds in times if math.isfinite(seconds)), default=0.0)
     unit, name = (3600.0, "hours") if longest > 3 * 3600 else (60.0, "minutes") if longest > 300 else (1.0, "seconds")
-    return _loss_over("time", f"{name} of training", lambda event: number(event.get("elapsed_seconds")) / unit, max)(
-        asked
-    )
+    return _loss_over("time", f"{name} of training", lambda row: row.elapsed_seconds / unit, max)(asked)
 
 
 def _utilization(asked: _Asked) -> list[Panel]:
-    def share(event: Event) -> float:
-        elapsed = number(event.get("elapsed_seconds"))
-        return 100 * (1 - number(event.get("sync_seconds")) / elapsed) if elapsed > 0 else math.nan
+    def share(row: LoggedStep) -> float:
+        return 100 * (1 - row.sync_seconds / row.elapsed_seconds) if row.elapsed_seconds > 0 else math.nan
 
     series: list[Series] = []
     for run, color in asked.colors():
@@ -193,29 +214,45 @@ def _utilization(asked: _Asked) -> list[Panel]:
 def _cosines(asked: _Asked) -> list[Panel]:
     series: list[Series] = []
     for run, color in asked.colors():
-        rows = _by_step(run.rounds, lambda event: [number(cosine) for *_, cosine in event.get("cosines") or ()])
-        found = {step: several[0] for step, several in rows.items() if several[0]}
-        if found:
-            series += _lines(run.name, list(found), list(found.values()), color, marker=_marker(found))
+        compared = [one for one in run.rounds if one.pairs]
+        first = {step: rounds[0] for step, rounds in _rounds_by_step(compared).items()}
+        if first:
+            rounds = list(first.values())
+            series += _band(
+                run.name,
+                list(first),
+                [one.cosine_mean for one in rounds],
+                [one.cosine_low for one in rounds],
+                [one.cosine_high for one in rounds],
+                color,
+                several=any(one.pairs > 1 for one in rounds),
+                marker=_marker(first),
+            )
     return [Panel("Cosine of the workers' outer gradients", "inner step", "cosine, all pairs", series)]
 
 
 def _norms(asked: _Asked) -> list[Panel]:
     series: list[Series] = []
-    one = len(asked.runs) == 1
+    alone = len(asked.runs) == 1
     for run, color in asked.colors():
-        own = _by_step(run.rounds, lambda event: number(event.get("norm")))
-        if not own:
+        rows = _rounds_by_step(run.rounds)
+        if not rows:
             continue
-        means = _by_step(run.rounds, lambda event: number(event.get("mean_norm")))
-        series += _lines("of a worker" if one else run.name, list(own), list(own.values()), color)
-        label = "of the mean" if one else f"{run.name}, mean"
-        averages = [
-            statistics.fmean(row) if (row := [v for v in values if math.isfinite(v)]) else None
-            for values in means.values()
+        own = [[norm for one in rounds for norm in _norms_here(one)] for rounds in rows.values()]
+        series += _lines("of a worker" if alone else run.name, list(rows), own, color)
+        means = [
+            [norm for one in rounds if (norm := one.statistics["mean_norm"]) is not None] for rounds in rows.values()
         ]
-        series.append(Series(label, list(means), averages, color=_darker(color), line="dashed"))
+        averages = [statistics.fmean(norms) if norms else None for norms in means]
+        label = "of the mean" if alone else f"{run.name}, mean"
+        series.append(Series(label, list(rows), averages, color=_darker(color), line="dashed"))
     return [Panel("Norm of the outer gradients", "inner step", "norm", series)]
+
+
+def _norms_here(round_: RoundHistory) -> list[float]:
+    """The norms of this machine's workers, which have told the end of the round."""
+    parts = [part for part in round_.workers.values() if not part.elsewhere and part.ended is not None]
+    return [math.nan if part.norm is None else part.norm for part in parts]
 
 
 def _waterfalls(asked: _Asked) -> list[Panel]:
@@ -224,8 +261,8 @@ def _waterfalls(asked: _Asked) -> list[Panel]:
     for run in asked.runs:
         if not run.rounds:
             continue
-        last = sorted({event["sequence"] for event in run.rounds})[-asked.rounds :]
-        spans = [span for span in round_spans(run.events) if span.sequence in last]
+        last = [one.sequence for one in run.rounds][-asked.rounds :]
+        spans = [span for span in run.history.spans() if span.sequence in last]
         if not spans:
             continue
         start = min(span.start for span in spans)
@@ -252,9 +289,9 @@ def _span_series(label: str, spans: Sequence[Span], workers: Sequence[int], star
 
 
 PANELS: dict[str, Callable[[_Asked], list[Panel]]] = {
-    "steps": _loss_over("steps", "inner step", lambda event: float(event["step"]), max),
-    "tokens": _loss_over("tokens", "tokens of these workers", lambda event: number(event.get("tokens")), sum),
-    "bytes": _loss_over("bytes", "bytes sent by a worker", lambda event: number(event.get("bytes_sent")), max),
+    "steps": _loss_over("steps", "inner step", lambda row: float(row.step), max),
+    "tokens": _loss_over("tokens", "tokens of these workers", lambda row: row.tokens, sum),
+    "bytes": _loss_over("bytes", "bytes sent by a worker", lambda row: row.bytes_sent, max),
     "time": _seconds,
     "rounds": _waterfalls,
     "utilisation": _utilization,

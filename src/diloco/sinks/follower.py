@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
-from diloco.history.log import EventReader
+from diloco.history.events import Event, UnknownEvent, WorkerStartedEvent
+from diloco.history.run_history import LiveHistory
 from diloco.sinks.base import Sink
-from diloco.sinks.points import PointReader
+from diloco.sinks.points import points_of
 from diloco.training.records.summary import SUMMARY_FILE
 
 STATE_FILE = "state.json"
@@ -56,8 +56,9 @@ class Follower:
     def __init__(self, run: Path, name: str, sink: Sink) -> None:
         self.run, self.name, self.sink = run, name, sink
         self.state = read_state(run, name)
-        self._reader, self._points = EventReader(run), PointReader()
+        self._live = LiveHistory(run)
         self._seen = 0
+        self._beginnings = 0
         self._reached: dict[int | None, int] = {}
         self._restarted: set[int | None] = set()  # workers whose next point may go back
         self._started: set[int] = set()
@@ -68,7 +69,10 @@ class Follower:
     def catch_up(self) -> int:
         """Write the new events and return their number; an event that the sink refuses is counted and skipped."""
         before = self.state.events
-        for event in self._reader.new_events():
+        for event in self._live.new_events():
+            if self._live.beginnings > self._beginnings:  # read from the beginning again, under other numbers
+                self._beginnings = self._live.beginnings
+                self._seen = 0
             self._seen += 1
             self._process(event, write=self._seen > self.state.events)
         if self.state.events > before:
@@ -86,14 +90,12 @@ class Follower:
         self._attempt(self.sink.close, 1)
         self._save()
 
-    def _process(self, event: Mapping[str, Any], *, write: bool) -> None:
-        try:
-            points = self._points.points(dict(event))
-        except (KeyError, TypeError, AttributeError) as error:  # an event of another version
-            points = []
-            self._failed(error, 1 if write else 0)
-        if event.get("type") == "worker_started":
-            self._note_start(event["worker"])
+    def _process(self, event: Event, *, write: bool) -> None:
+        points = points_of(event, self._live.history)
+        if isinstance(event, UnknownEvent) and event.problem is not None:
+            self._failed(ValueError(f"an event {event.name} was left out: {event.problem}"), 1 if write else 0)
+        if isinstance(event, WorkerStartedEvent):
+            self._note_start(event.worker)
         for point in points:
             back = point.worker in self._restarted and point.step <= self._reached[point.worker]
             self._restarted.discard(point.worker)

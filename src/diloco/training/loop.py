@@ -19,6 +19,18 @@ from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import RoundKey
 from diloco.errors import ConfigError, DiLoCoError, EngineError, LossNotFinite, ModelNotWritten
+from diloco.history.events import (
+    CorpusEvent,
+    LossNotFiniteEvent,
+    MicroBatchesEvent,
+    ModelFailedEvent,
+    ResumedEvent,
+    RoundPostedEvent,
+    WorkerEndedEvent,
+    WorkerFailedEvent,
+    WorkerFinishedEvent,
+    WorkerStartedEvent,
+)
 from diloco.history.log import EventLog
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
@@ -40,7 +52,7 @@ from diloco.training.records.agreement import Agreement
 from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.resolved import resolved_values, write_resolved
 from diloco.training.records.run_folder import MODEL_FOLDER
-from diloco.training.records.worker_events import end_fields, round_fields, started_fields, told_round
+from diloco.training.records.worker_events import end_fields, round_ended, round_members, started_fields, told_round
 from diloco.training.sharding import place_model
 from diloco.training.sizes.memory import ACTIVATIONS, Place, process_memory
 from diloco.training.step_log import BadLoss, LossCheck, StepLog
@@ -155,7 +167,7 @@ class Training:
 
             found = fewest_that_fit(counts, found, needed, gradients + rest, budget)
         rows = config.training.batch_size // ranks.count // found
-        self.events.emit("micro_batches", accumulation=found, rows=rows, tried=ranks.count == 1, budget_bytes=budget)
+        self.events.emit(MicroBatchesEvent(accumulation=found, rows=rows, tried=ranks.count == 1, budget_bytes=budget))
         return found
 
     def _estimated_memory(self) -> tuple[int, int, int]:
@@ -206,9 +218,9 @@ class Training:
         config, state = self.config, self.mode.averager
         self._tell_start()
         if self.leader:
-            self.events.emit("corpus", **self.corpus.meta.event())
+            self.events.emit(CorpusEvent(**self.corpus.meta.event()))
         if self._resumed is not None:
-            self.events.emit("resumed", **self._resumed)
+            self.events.emit(ResumedEvent(**self._resumed))
         self.peers.begin(joined=self.joined, stopped=lambda: self.stop_requested)
         self.checkpoints.became_due(config.checkpoints_until(state.inner_steps))
         if state.inner_steps == 0:
@@ -238,12 +250,12 @@ class Training:
 
     def _tell_start(self) -> None:
         fields = started_fields(self.config, self.engine, self.model, self.corpus)
-        how = {"device": str(self.device), "precision": self.precision.name}
+        how: dict[str, Any] = {"device": str(self.device), "precision": self.precision.name}
         resolved = resolved_values(
             self.config, mode=self.mode, model=self.model, corpus=self.corpus, compiled=self.compiled, **how
         )
         resolved["training.accumulation"] = self.accumulation
-        self.events.emit("worker_started", **fields, **how, resolved=resolved)
+        self.events.emit(WorkerStartedEvent(**fields, **how, resolved=resolved))
         if self.leader:
             write_resolved(self.folder, self.config, resolved)
 
@@ -344,7 +356,7 @@ class Training:
 
     def _tell(self, bad: BadLoss) -> LossNotFinite:
         rate, last = self.inner.param_groups[0]["lr"], self.log.loss
-        self.events.emit("loss_not_finite", step=bad.step, loss=str(bad), learning_rate=rate, last_loss=last)
+        self.events.emit(LossNotFiniteEvent(step=bad.step, loss=str(bad), learning_rate=rate, last_loss=last))
         self._not_finite = LossNotFinite(self._why_to_end(bad, rate))
         return self._not_finite
 
@@ -397,12 +409,12 @@ class Training:
 
     def _on_post(self, key: RoundKey) -> None:
         step = self.mode.averager.inner_steps
-        self.events.emit("round_posted", sequence=key.sequence, fragment=key.fragment, step=step)
+        self.events.emit(RoundPostedEvent(sequence=key.sequence, fragment=key.fragment, step=step))
         self.peers.after_post(key.sequence)
 
     def _on_round(self, event: RoundEvent) -> None:
         self._failures = [*self._failures, event.failure] if event.failure is not None else []
-        self.events.emit("round", **round_fields(event, self._agreement))
+        self.events.emit(round_ended(event, self._agreement))
         self.mode.averager.report = replace(self.mode.averager.report, last_round_seconds=told_round(event))
         self.peers.after_round(event)
 
@@ -416,7 +428,7 @@ class Training:
         self.mode.finish(before_confirming=self._last_evaluation)
         self.validation.announce_end()
         self.peers.check_progress(self._failures, self.log.loss)  # rounds in flight have ended only now
-        self._emit_end("worker_finished")
+        self._emit_end(WorkerFinishedEvent)
         self.peers.check_end()
         if self._saves:
             model = self._save_result()
@@ -439,17 +451,18 @@ class Training:
         self.mode.averager.report = replace(self.mode.averager.report, elapsed_seconds=self.log.seconds())
         self.validation.measure_end(self.mode)
 
-    def _emit_end(self, type_: str, **more: object) -> None:
+    def _emit_end(self, kind: type[WorkerEndedEvent], **more: Any) -> None:
         self.events.emit(
-            type_,
-            **end_fields(self.mode, self.config.steps),
-            resyncs=self.peers.resyncs,
-            tokens_by_worker=self.peers.tokens_by_worker(),
-            checkpoints_failed=self.checkpoints.failed,
-            tokens=self.log.tokens(),
-            elapsed_seconds=self.log.seconds(),
-            members=[member.as_json() for member in self.engine.members()],
-            **more,
+            kind(
+                **end_fields(self.mode, self.config.steps),
+                resyncs=self.peers.resyncs,
+                tokens_by_worker=self.peers.tokens_by_worker(),
+                checkpoints_failed=self.checkpoints.failed,
+                tokens=self.log.tokens(),
+                elapsed_seconds=self.log.seconds(),
+                members=round_members(self.engine.members()),
+                **more,
+            )
         )
 
     def save(self) -> LanguageModel | None:
@@ -466,7 +479,7 @@ class Training:
             self.checkpoints.close()
             step, saved = self.mode.averager.inner_steps, self.checkpoints.common_step
             reason = error.strerror or str(error)
-            self.events.emit("model_failed", step=step, reason=reason)
+            self.events.emit(ModelFailedEvent(step=step, reason=reason))
             again = (
                 f"the checkpoint of step {saved} is written: continue from it" if saved else "no checkpoint is written"
             )
@@ -479,7 +492,7 @@ class Training:
         """After an error in `run`: write how far this worker came, and save the last agreed parameters."""
         self.checkpoints.close()
         try:
-            self._emit_end("worker_failed", error=str(error))
+            self._emit_end(WorkerFailedEvent, error=str(error))
             if self.engine.ranks.count > 1:
                 if not isinstance(error, EngineError | LossNotFinite):  # the other ranks of the worker have it too
                     raise EngineError("only this rank has the error, and the others may be in another collective")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco.engines.worker_ranks import WorkerRanks
+from diloco.history.events import FirstStepEvent, StartingEvent, StepEvent
 from diloco.history.log import EventLog
 from diloco.training.compute import Precision
 from diloco.training.config.run import RunConfig
@@ -94,7 +95,7 @@ class StepLog:
         """Training begins now; evaluations before do not count."""
         self._started, self._evaluator.seconds = time.monotonic(), 0.0
         self._logged, self._first = self._mode.averager.inner_steps, time.monotonic()
-        self._events.emit("starting", doing="compiling" if compiled else "first step")
+        self._events.emit(StartingEvent(doing="compiling" if compiled else "first step"))
 
     def restart(self) -> None:
         """The state that was loaded is another worker's: its steps and seconds are not this one's."""
@@ -109,23 +110,24 @@ class StepLog:
         self._logged, state = step, self._mode.averager
         self.loss = self._ranks.sums(loss.item())[0] / self._ranks.count
         self._events.emit(
-            "step",
-            step=step,
-            loss=self.loss,
-            learning_rate=rate,
-            gradient_norm=None if norm is None else norm_value(norm),
-            loss_scale=self._precision.loss_scale,
-            tokens=self.tokens(1),
-            elapsed_seconds=self.seconds(),
-            sync_seconds=state.sync_seconds,
-            bytes_sent=state.bytes_sent,
-            rounds=state.rounds,
+            StepEvent(
+                step=step,
+                loss=self.loss,
+                learning_rate=rate,
+                gradient_norm=None if norm is None else norm_value(norm),
+                loss_scale=self._precision.loss_scale,
+                tokens=self.tokens(1),
+                elapsed_seconds=self.seconds(),
+                sync_seconds=state.sync_seconds,
+                bytes_sent=state.bytes_sent,
+                rounds=state.rounds,
+            )
         )
 
     def step_taken(self) -> None:
         """After every inner step: tell how long the first one took."""
         if self._first is not None:
-            self._events.emit("first_step", seconds=time.monotonic() - self._first)
+            self._events.emit(FirstStepEvent(seconds=time.monotonic() - self._first))
             self._first = None
 
     def tokens(self, more_steps: int = 0) -> int:

@@ -19,6 +19,7 @@ from diloco.data.order import validation_batches
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Member
 from diloco.engines.worker_ranks import ALONE, WorkerRanks
+from diloco.history.events import EvaluationEvent, StartingEvent, ValidationEvent
 from diloco.history.log import EventLog
 from diloco.models.base import LanguageModel
 from diloco.training.compute import Precision
@@ -148,7 +149,7 @@ class Validation:
     def measure_start(self, mode: Mode, *, joined: bool) -> None:
         """Before the first inner step of a run. `joined`: this worker has the state of a run in progress."""
         del joined
-        self._events.emit("starting", doing="validation")
+        self._events.emit(StartingEvent(doing="validation"))
         self.measure(mode)
 
     def due(self, step: int) -> bool:
@@ -160,7 +161,7 @@ class Validation:
         step = mode.averager.inner_steps
         with mode.outer_parameters():
             result = self._evaluator.measure(self._engine.worker, self._engine.workers)
-        self._events.emit("evaluation", step=step, loss=result.loss, tokens=result.tokens)
+        self._events.emit(EvaluationEvent(step=step, loss=result.loss, tokens=result.tokens))
         self._tell(mode, result, step)
 
     def measure_end(self, mode: Mode) -> None:
@@ -194,9 +195,9 @@ class Validation:
             mode.averager.report, validation_loss=result.loss, validation_tokens=result.tokens, validation_step=step
         )
 
-    def _announce(self, step: int, whole: Evaluation, **more: object) -> None:
+    def _announce(self, step: int, whole: Evaluation, **more: Any) -> None:
         self.announced_step = step
         if self._leader:
             self._events.emit(
-                "validation", step=step, loss=whole.loss, perplexity=whole.perplexity, tokens=whole.tokens, **more
+                ValidationEvent(step=step, loss=whole.loss, perplexity=whole.perplexity, tokens=whole.tokens, **more)
             )

@@ -13,6 +13,7 @@ import pytest
 from diloco.cli.main import run
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
+from diloco.history.run_history import history_of
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.records.summary import SUMMARY_FILE, summarize, write_summary
@@ -26,7 +27,7 @@ def make_run(folder: Path, config: RunConfig = CONFIG, perplexity: float | None 
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config))
     loss = None if perplexity is None else math.log(perplexity)
-    summary = summarize(config, []) | {
+    summary = summarize(config, history_of([])) | {
         "status": "complete",
         "error": None,
         "parameters": 1_630_000,

@@ -14,10 +14,12 @@ from diloco.cli.display.live import Display, plain_line, render
 from diloco.cli.display.report import print_report
 from diloco.cli.display.view import RunView, duration
 from diloco.core.config import SyncConfig
-from diloco.history.log import EVENTS_FILE, Event
+from diloco.history.log import EVENTS_FILE
+from diloco.history.run_history import LiveHistory, history_of
 from diloco.training.checkpoints.manifests import Manifest, Moment, manifest_path, worker_folder
 from diloco.training.config.run import RunConfig
 from diloco.training.records.summary import Summary, summarize
+from support.event_log import Event
 
 CONFIG = RunConfig(steps=40, sync=SyncConfig(num_inner_steps=10, codec="int8"))
 
@@ -48,7 +50,7 @@ def merged(worker: int, sequence: int, number: int, **more: Any) -> Event:
         "codec_error": 0.0051,
         "seconds": 1.25,
         "bytes_sent": 2_000_000,
-        "members": [{}, {}],
+        "members": [{"worker": 0}, {"worker": 1}],
         "refused": {},
     }
     return event("round", worker, sequence=sequence, step=number, **(fields | more))
@@ -59,10 +61,7 @@ FIRST_ROUND = [posted(0, 0, 10), posted(1, 0, 10), merged(0, 0, 10), merged(1, 0
 
 
 def view_of(events: list[Event], config: RunConfig = CONFIG) -> RunView:
-    view = RunView(config)
-    for event in events:
-        view.update(event)
-    return view
+    return RunView(config, history_of(events))
 
 
 def text_of(renderable: RenderableType, width: int = 120) -> str:
@@ -81,27 +80,28 @@ def test_the_view_is_the_sum_of_the_events() -> None:
     assert view.loss == pytest.approx(3.5)
     assert view.tokens_per_second == pytest.approx(2000.0)
     assert view.sync_share == pytest.approx(0.25)
-    assert view.seconds_left == pytest.approx(21 / 10)  # ten steps a second, of the slowest worker
-    assert (view.rounds, view.rounds_failed, view.members) == (1, 0, 2)
-    assert (view.last_round_seconds, view.similarity) == (1.25, 0.83)
-    assert view.parameters == 1_630_000
+    assert view.time_left == pytest.approx(21 / 10)  # ten steps a second, of the slowest worker
+    assert (view.merged_rounds, view.failed_rounds, view.history.present) == (1, 0, 2)
+    assert view.last_round is not None
+    assert [view.last_round.statistics[name] for name in ("seconds", "similarity")] == [1.25, 0.83]
+    assert view.history.parameters == 1_630_000
 
 
 def test_a_round_is_in_progress_from_its_post_to_its_merge() -> None:
-    assert view_of([*BEGINNING, posted(0, 0, 10)]).round_in_progress == 0
-    assert view_of([*BEGINNING, *FIRST_ROUND]).round_in_progress is None
+    assert view_of([*BEGINNING, posted(0, 0, 10)]).history.rounds.in_progress == 0
+    assert view_of([*BEGINNING, *FIRST_ROUND]).history.rounds.in_progress is None
     assert view_of([*BEGINNING, posted(0, 0, 10)]).workers[0].state == "in a round"
 
 
 def test_a_failed_round_is_counted_once_and_is_over() -> None:
     failed = [merged(worker, 1, 20, failure="late", members=[], mean_norm=None, bytes_sent=0) for worker in (0, 1)]
     view = view_of([*BEGINNING, *FIRST_ROUND, posted(0, 1, 20), posted(1, 1, 20), *failed])
-    assert (view.rounds, view.rounds_failed) == (1, 1)
-    assert view.round_in_progress is None
+    assert (view.merged_rounds, view.failed_rounds) == (1, 1)
+    assert view.history.rounds.in_progress is None
 
 
 def test_a_round_in_which_nobody_had_work_is_not_an_outer_step() -> None:
-    assert view_of([*BEGINNING, *FIRST_ROUND, merged(0, 1, 10, mean_norm=None)]).rounds == 1
+    assert view_of([*BEGINNING, *FIRST_ROUND, merged(0, 1, 10, mean_norm=None)]).merged_rounds == 1
 
 
 def test_refused_contributions_are_counted_once_and_not_by_every_worker() -> None:
@@ -110,10 +110,9 @@ def test_refused_contributions_are_counted_once_and_not_by_every_worker() -> Non
 
 
 def test_bytes_are_a_workers_own_sum_and_no_round_counts_twice() -> None:
-    view = view_of([*BEGINNING, *FIRST_ROUND])
-    assert view.workers[0].bytes_sent == 7_000_000
-    view.update(step(0, 20, 3.0, bytes_sent=7_000_000))
-    assert view.workers[0].bytes_sent == 7_000_000
+    events = [*BEGINNING, *FIRST_ROUND]
+    assert view_of(events).workers[0].bytes_sent == 7_000_000
+    assert view_of([*events, step(0, 20, 3.0, bytes_sent=7_000_000)]).workers[0].bytes_sent == 7_000_000
 
 
 def test_an_unknown_type_of_event_is_no_error() -> None:
@@ -176,7 +175,7 @@ def test_with_fragments_the_picture_does_not_count_whole_rounds() -> None:
 
 def test_one_member_is_a_member() -> None:
     view = view_of(BEGINNING)
-    view.members = 1
+    view.history.present = 1
     assert "· 1 member\n" in text_of(render(view)).replace(" \n", "\n")
 
 
@@ -185,7 +184,7 @@ def test_the_picture_of_the_baseline_speaks_of_gradients() -> None:
     shown = text_of(render(view))
     assert "averaging gradients at every step · 2 members" in shown
     assert "H =" not in shown
-    assert view.rounds == 10
+    assert view.rounds_told == 10
 
 
 def test_the_picture_fits_80_columns() -> None:
@@ -209,9 +208,11 @@ def followed(tmp_path: Path, events: list[Event]) -> str:
     (tmp_path / EVENTS_FILE).write_text("".join(json.dumps(event) + "\n" for event in events))
     console = Console(file=io.StringIO(), width=200)
     with Display(console, CONFIG) as display:
-        poll = display.follow(tmp_path)
-        poll()
-        poll()
+        live_history = LiveHistory(tmp_path)
+        poll = display.follow(live_history)
+        for _ in range(2):
+            live_history.refresh()
+            poll()
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -248,7 +249,7 @@ def test_a_folder_whose_name_looks_like_markup_is_printed_as_it_is(tmp_path: Pat
 def summary_of(loss: float | None = 2.0, **changes: Any) -> Summary:
     perplexity = None if loss is None else math.exp(loss)
     numbers: Summary = {
-        **summarize(CONFIG, []),
+        **summarize(CONFIG, history_of([])),
         "status": "complete",
         "error": None,
         "parameters": 1_630_000,

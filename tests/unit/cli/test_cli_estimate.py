@@ -3,6 +3,7 @@
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from diloco.cli.display.sizes import measured_line, size_lines, sizes_printer
 from diloco.cli.join import estimate_options
 from diloco.cli.main import run
 from diloco.errors import ConfigError
+from diloco.history.events import RoundEndedEvent, StepEvent, WorkerStartedEvent, make_event
 from diloco.history.log import EventLog
+from diloco.history.rounds import RoundHistory
+from diloco.history.run_history import LiveHistory
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.sizes import room
@@ -75,8 +79,8 @@ def test_a_run_that_has_measured_its_speed_tells_bytes_a_day(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(to_toml(RunConfig(steps=100)))
     log = EventLog(tmp_path / "run", 0)
-    log.emit("step", step=10, elapsed_seconds=20.0)
-    log.emit("round", bytes_sent=10**6, seconds=1.0)
+    log.emit(StepEvent(step=10, elapsed_seconds=20.0))
+    log.emit(RoundEndedEvent(sequence=0, mean_norm=1.0, bytes_sent=10**6, seconds=1.0))
     log.close()
     told = json.loads(estimated(capsys, "--resume=run", "--json"))
     assert list(told["round_seconds"]) == ["8"] and told["step_measured"]
@@ -89,7 +93,7 @@ def test_a_run_that_has_started_has_the_vocabulary_that_its_text_supports(capsys
     (folder / "config.toml").write_text(to_toml(RunConfig()))
     asked = json.loads(estimated(capsys, "--resume=run", "--json"))["parameters"]
     log = EventLog(folder, 0)
-    log.emit("worker_started", resolved={"data.vocab_size": 324})
+    log.emit(WorkerStartedEvent(resolved={"data.vocab_size": 324}))
     log.close()
     assert json.loads(estimated(capsys, "--resume=run", "--json"))["parameters"] < asked
 
@@ -152,24 +156,28 @@ def test_a_run_begins_with_three_plain_lines() -> None:
 
 def test_sizes_and_warnings_are_printed_once_and_then_what_rounds_took(tmp_path: Path) -> None:
     console = Console(width=300, record=True, file=io.StringIO())
-    poll = sizes_printer(console, tmp_path)
+    live = LiveHistory(tmp_path)
+    poll = sizes_printer(console, live)
     logs = [EventLog(tmp_path, worker) for worker in range(2)]
     for log in logs:
-        log.emit("sizes", **SIZES)
+        log.emit(make_event("sizes", SIZES))
+    live.refresh()
     poll()
     assert console.export_text().splitlines() == [*size_lines(SIZES), "warning: this machine has too little"]
-    for _ in range(3):
+    for sequence in range(3):
         time.sleep(0.01)  # the clock of events has four digits
         for log in logs:
-            log.emit("round", fragment=0, mean_norm=1.0, bytes_sent=10**6, seconds=0.5)
+            log.emit(RoundEndedEvent(sequence=sequence, mean_norm=1.0, bytes_sent=10**6, seconds=0.5))
+        live.refresh()
         poll()
     shown = console.export_text().splitlines()
     assert len(shown) == 1 and shown[0].startswith("measured: a round took 0.5 s (16 Mbit/s)")
 
 
 def test_the_measured_line_tells_bytes_a_day() -> None:
-    first, second = ({"time": t, "bytes_sent": 269_000_000, "seconds": 2.0} for t in (100.0, 160.0))
+    told: dict[str, float | None] = {"seconds": 2.0}
+    first, second = (RoundHistory(0, time=t, bytes_sent=269_000_000, statistics=told) for t in (100.0, 160.0))
     assert measured_line(first, second) == (
         "measured: a round took 2 s (1.08 Gbit/s), one every 60 s: 387 GB a day from each worker"
     )
-    assert measured_line(first, second | {"bytes_sent": 0}) is None
+    assert measured_line(first, replace(second, bytes_sent=0)) is None

@@ -13,8 +13,10 @@ from diloco.cli.display import live
 from diloco.cli.display.live import Display, plain_line, render
 from diloco.cli.display.view import RunView
 from diloco.core.config import SyncConfig
-from diloco.history.log import EVENTS_FILE, Event
+from diloco.history.log import EVENTS_FILE
+from diloco.history.run_history import LiveHistory, history_of
 from diloco.training.config.run import RunConfig
+from support.event_log import Event
 
 CONFIG = RunConfig(steps=40, sync=SyncConfig(num_inner_steps=10, codec="int8"))
 
@@ -38,10 +40,7 @@ def starting(doing: str) -> list[Event]:
 
 
 def view_of(events: list[Event]) -> RunView:
-    view = RunView(CONFIG)
-    for one in events:
-        view.update(one)
-    return view
+    return RunView(CONFIG, history_of(events))
 
 
 def picture(view: RunView) -> str:
@@ -80,10 +79,12 @@ def test_without_a_terminal_what_the_workers_do_is_told_when_it_changes(tmp_path
     log = tmp_path / EVENTS_FILE
     console = Console(file=io.StringIO(), width=200)
     with Display(console, CONFIG) as display:
-        poll = display.follow(tmp_path)
+        history = LiveHistory(tmp_path)
+        poll = display.follow(history)
         for events in (starting("validation"), both("starting", doing="compiling")):
             with log.open("a") as file:
                 file.writelines(json.dumps(one) + "\n" for one in events)
+            history.refresh()
             poll()
             poll()
     assert isinstance(console.file, io.StringIO)
@@ -96,10 +97,12 @@ def test_a_run_shorter_than_the_interval_of_its_log_shows_its_last_loss(tmp_path
     last = both("step", step=7, loss=4.0, tokens=100, rounds=1, bytes_sent=5, **SECONDS)
     console = Console(file=io.StringIO(), width=200)
     with Display(console, short) as display:
-        poll = display.follow(tmp_path)
+        history = LiveHistory(tmp_path)
+        poll = display.follow(history)
         for events in ([*STARTED, *FIRST_STEPS], last):
             with (tmp_path / EVENTS_FILE).open("a") as file:
                 file.writelines(json.dumps(one) + "\n" for one in events)
+            history.refresh()
             poll()
     assert isinstance(console.file, io.StringIO)
     told = [line for line in console.file.getvalue().splitlines() if line.startswith("step")]
@@ -109,13 +112,14 @@ def test_a_run_shorter_than_the_interval_of_its_log_shows_its_last_loss(tmp_path
 
 def test_shared_cores_are_noted_and_a_worker_alone_says_nothing() -> None:
     alone = event("threads", threads=2, cores=2, workers=1)
-    assert view_of([alone]).notes == []
+    assert view_of([alone]).history.notes.lines == []
     shared = event("threads", threads=1, cores=2, workers=2)
-    assert view_of([alone, shared, event("threads", 1, threads=1, cores=2, workers=2)]).notes == [
+    assert view_of([alone, shared, event("threads", 1, threads=1, cores=2, workers=2)]).history.notes.lines == [
         "cores: 2 workers share this machine's 2 cores, 1 thread each (--threads)"
     ]
     assert (
-        view_of([shared, alone]).notes[-1] == "cores: 1 worker has this machine's 2 cores, 2 threads each (--threads)"
+        view_of([shared, alone]).history.notes.lines[-1]
+        == "cores: 1 worker has this machine's 2 cores, 2 threads each (--threads)"
     )
 
 
@@ -127,7 +131,8 @@ def test_without_a_terminal_the_start_is_told_before_any_worker_has_started(
     monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), width=200)
     with Display(console, CONFIG) as display:
-        poll = display.follow(tmp_path)
+        history = LiveHistory(tmp_path)
+        poll = display.follow(history)
         for _ in range(25):
             poll()
             now[0] += 1.0

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.cli.display.view import RunView
 from diloco.cli.main import run
 from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
 from diloco.errors import CheckpointError
+from diloco.history.events import WorkerFinishedEvent
 from diloco.history.log import EventLog
+from diloco.history.run_history import history_of
 from diloco.models.choice import ModelChoice
 from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.training.checkpoints.resume import check_resumable
@@ -37,7 +38,7 @@ def ended(tmp_path: Path, config: tuple[RunConfig, Corpus]) -> Path:
     (folder / "config.toml").write_text(to_toml(config[0]))
     for worker in range(2):
         log = EventLog(folder, worker)
-        log.emit("worker_finished", inner_steps=9, stopped_early=False, rounds=3, rounds_failed=0, bytes_sent=0)
+        log.emit(WorkerFinishedEvent(inner_steps=9, stopped_early=False, rounds=3, rounds_failed=0, bytes_sent=0))
         log.close()
     write_summary(folder, config[0])
     return folder
@@ -101,7 +102,6 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(
 
 @pytest.mark.parametrize(("workers_before", "said"), [(2, ["continuing from step 6", "a note"]), (None, ["a note"])])
 def test_a_run_goes_on_or_begins_again_but_never_says_both(workers_before: int | None, said: list[str]) -> None:
-    view = RunView(RunConfig())
     told = {"step": 6 if workers_before else 0, "rounds": 1, "workers": 2, "workers_before": workers_before}
-    view.update({"v": 1, "time": 0.0, "worker": 0, "type": "resumed", "new": False, "notes": ["a note"], **told})
-    assert view.notes == said
+    resumed = {"v": 1, "time": 0.0, "worker": 0, "type": "resumed", "new": False, "notes": ["a note"], **told}
+    assert history_of([resumed]).notes.lines == said

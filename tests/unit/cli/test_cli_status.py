@@ -15,6 +15,7 @@ from diloco.cli.main import run
 from diloco.cli.runs import status as command_module
 from diloco.cli.runs.status import headlines, lines, rows, table
 from diloco.errors import EngineError, Excluded, RendezvousError
+from diloco.history.run_history import history_of
 from diloco.swarm.node import guest as guest_module
 from diloco.swarm.protocol.status import MemberStatus, RunStatus
 from diloco.swarm.trust.invitation import invite
@@ -142,7 +143,12 @@ ADDRESS = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWLkhZ83dY1LmFf5XnBgoMVSW3cXcPfqssj2o4
 def ended_run(folder: Path, **changes: Any) -> str:
     """A run folder of a swarm that has ended; its invitation."""
     run_folder(folder, [], ended=False)
-    summary = summarize(CONFIG, []) | {"status": "complete", "error": None, "inner_steps": 400, "seconds": 60.0}
+    summary = summarize(CONFIG, history_of([])) | {
+        "status": "complete",
+        "error": None,
+        "inner_steps": 400,
+        "seconds": 60.0,
+    }
     (folder / SUMMARY_FILE).write_text(json.dumps(summary | {"engine": "swarm"} | changes))
     word = invite(RunKey.create(), [ADDRESS], 600.0, time.time()).text()
     (folder / "swarm").mkdir()

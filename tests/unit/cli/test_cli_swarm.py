@@ -22,8 +22,9 @@ from diloco.cli.join import check_seats
 from diloco.cli.main import run
 from diloco.data.preparation.received_corpus import corpus_files
 from diloco.errors import ConfigError, DataError, RunComplete
-from diloco.history.log import Event, EventLog
-from diloco.history.resuming import current
+from diloco.history.events import SwarmEvent
+from diloco.history.log import EventLog
+from diloco.history.run_history import LiveHistory, history_of
 from diloco.swarm.config import SwarmConfig
 from diloco.swarm.trust.invitation import Invitation, invite
 from diloco.swarm.trust.run_key import RunKey
@@ -40,6 +41,7 @@ from diloco.training.processes.swarm_start import (
 )
 from diloco.training.records.run_description import RunDescription
 from diloco.training.records.summary import summarize
+from support.event_log import Event
 from support.saved_runs import small_corpus
 
 CONFIG = RunConfig(engine="swarm", workers=1, steps=400, training=TrainingConfig(batch_size=2))
@@ -57,10 +59,7 @@ def shown(view: RunView) -> str:
 
 
 def view_of(*events: Event) -> RunView:
-    view = RunView(CONFIG)
-    for one in events:
-        view.update(one)
-    return view
+    return RunView(CONFIG, history_of(events))
 
 
 def test_the_display_has_the_members_elsewhere_with_place_step_lag_and_last_contribution() -> None:
@@ -89,9 +88,10 @@ def test_what_happens_to_members_is_noted_once_and_without_control_characters() 
         event("member_banned", member=7, label="", peer="z", reason="not finite"),
         event("waiting", present=1, wanted=2),
     )
-    assert len(view.notes) == 8
-    assert not any("\x1b" in note for note in view.notes)
-    assert "training alone at the moment" in view.notes[2] and "went on without the others" in view.notes[3]
+    lines = view.history.notes.lines
+    assert len(lines) == 8
+    assert not any("\x1b" in note for note in lines)
+    assert "training alone at the moment" in lines[2] and "went on without the others" in lines[3]
 
 
 def test_who_was_there_before_has_not_joined_and_several_workers_here_tell_of_a_loss_once() -> None:
@@ -101,16 +101,16 @@ def test_who_was_there_before_has_not_joined_and_several_workers_here_tell_of_a_
         event("member_lost", 4, **at, reason="silent for 5 s"),
     ]
     view = view_of(event("member_joined", **at, already=True), *lost)
-    assert view.notes == ["worker 5 (a) is lost (it could not be reached); training continues without it"]
-    for one in (event("member_joined", 4, **at), event("member_joined", 3, **at), *lost):
-        view.update(one | {"time": 100.0})
-    assert [note.split()[-1] for note in view.notes] == ["it", "joined", "it"]
+    assert view.history.notes.lines == ["worker 5 (a) is lost (it could not be reached); training continues without it"]
+    later = [event("member_joined", 4, **at), event("member_joined", 3, **at), *lost]
+    view = view_of(event("member_joined", **at, already=True), *lost, *(one | {"time": 100.0} for one in later))
+    assert [note.split()[-1] for note in view.history.notes.lines] == ["it", "joined", "it"]
 
 
 def test_a_worker_that_waits_for_the_swarm_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=200)
     (tmp_path / "events").mkdir()
-    poll = joining_hint(console, CONFIG, tmp_path)
+    poll = joining_hint(console, CONFIG, LiveHistory(tmp_path))
     poll()
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60.0)
@@ -136,10 +136,12 @@ def test_the_worker_that_starts_the_swarm_prints_as_many_invitations_as_it_was_t
     (tmp_path / "swarm" / "worker-0.invitation").write_text(word.text())
     if owner:
         key.save(tmp_path / "swarm" / "run.key")
-    poll = joining_hint(console, replace(CONFIG, swarm=SwarmConfig(seats=seats)), tmp_path)
+    live = LiveHistory(tmp_path)
+    poll = joining_hint(console, replace(CONFIG, swarm=SwarmConfig(seats=seats)), live)
     log = EventLog(tmp_path, 0)
     for _ in range(2):
-        log.emit("swarm", founded=founded, going_on=going_on)
+        log.emit(SwarmEvent(founded=founded, going_on=going_on))
+        live.refresh()
         poll()
     told = console.file.getvalue()  # type: ignore[attr-defined]
     words = [Invitation.parse(line, time.time()) for line in told.splitlines() if line.strip().startswith("diloco2")]
@@ -231,7 +233,7 @@ def test_a_stop_says_whether_the_swarm_continues() -> None:
     view = view_of(event("worker_started", workers=2, parameters=1, unigram_perplexity=None))
     view.stopping = True
     assert "leaving the swarm, which continues; press Ctrl-C again to stop now" in shown(view)
-    view.members = 1
+    view.history.present = 1
     assert "stopping, with a checkpoint; press Ctrl-C again to stop now" in shown(view)
 
 
@@ -242,7 +244,7 @@ def test_time_left_goes_by_the_steps_that_a_worker_took_itself() -> None:
         "step", step=350, loss=3.0, tokens=50 * per_step, elapsed_seconds=25.0, sync_seconds=1.0, bytes_sent=0, rounds=5
     )
     view = view_of(joined, step)
-    assert view.step == 350 and view.seconds_left == pytest.approx(25.0)
+    assert view.step == 350 and view.time_left == pytest.approx(25.0)
     assert "step 350/400" in plain_line(view)
 
 
@@ -433,14 +435,17 @@ def test_a_disk_without_room_is_told_before_anything_is_received(
 def test_an_earlier_end_counts_no_more_once_a_worker_has_joined_again() -> None:
     finished = {"inner_steps": 100, "stopped_early": True, "rounds": 9, "rounds_failed": 0, "anchor_digest": "d"}
     ended = event("worker_finished", **finished, members=[])
-    assert [one["type"] for one in current([ended, event("joined", step=120, rounds=12)])] == ["joined"]
+    assert history_of([ended]).workers[3].ended is not None
+    assert history_of([ended, event("joined", step=120, rounds=12)]).workers[3].ended is None
 
 
 def test_a_swarm_that_began_anew_takes_back_what_all_workers_here_had_done_since() -> None:
     steps = [event("step", worker, step=number, tokens=number) for worker in (0, 1) for number in (10, 20)]
     again = event("resumed", 0, step=15, workers=0, new=False)
-    assert [(one["worker"], one["step"]) for one in current([*steps, again])] == [(0, 10), (1, 10), (0, 15)]
+    workers = history_of([*steps, again]).workers
+    assert [list(workers[number].columns.until(None)["step"]) for number in (0, 1)] == [[10, 15], [10]]
+    assert [workers[number].progress.step for number in (0, 1)] == [15, 10]
 
 
 def test_the_summary_of_nothing_is_a_summary() -> None:
-    assert summarize(CONFIG, [])["workers"] == 1
+    assert summarize(CONFIG, history_of([]))["workers"] == 1

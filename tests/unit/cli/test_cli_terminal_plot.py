@@ -8,8 +8,9 @@ from rich.console import Console
 
 from diloco.cli.display.report import print_report
 from diloco.cli.display.terminal_plot import loss_plot
-from diloco.history.log import Event
+from diloco.history.run_history import history_of
 from diloco.training.records.summary import read_summary
+from support.event_log import Event
 from support.recorded_runs import RUN, run_folder, started, step, validation
 
 
@@ -28,7 +29,7 @@ def console(width: int = 80, encoding: str = "utf-8") -> Console:
 
 
 def lines(events: list[Event], on: Console) -> list[str]:
-    plot = loss_plot(events, on)
+    plot = loss_plot(history_of(events), on)
     assert plot is not None
     return plot.plain.split("\n")
 
@@ -65,9 +66,9 @@ def test_plain_characters_where_the_encoding_or_the_terminal_has_no_others(
 
 
 def test_there_is_no_plot_of_less_than_two_steps_or_in_a_narrow_terminal() -> None:
-    assert loss_plot([started(0), validation(0, 8.0), step(0, 10, 4.0)], console()) is None
-    assert loss_plot([step(0, 10, None), step(0, 20, None)], console()) is None
-    assert loss_plot(FALLING, console(40)) is None
+    assert loss_plot(history_of([started(0), validation(0, 8.0), step(0, 10, 4.0)]), console()) is None
+    assert loss_plot(history_of([step(0, 10, None), step(0, 20, None)]), console()) is None
+    assert loss_plot(history_of(FALLING), console(40)) is None
 
 
 def test_a_loss_that_stays_the_same_or_is_missing_at_times_is_drawn() -> None:

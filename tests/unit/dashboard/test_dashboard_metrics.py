@@ -9,8 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diloco.dashboard.metrics import CONTENT_TYPE, METRICS, exposition
-from diloco.dashboard.record import RunRecord
 from diloco.dashboard.snapshot import snapshot
+from diloco.history.figures import RunFigures
+from diloco.history.run_history import history_of
 from support.dashboard_runs import Event, calm_events, event, failed_round, step, write_run
 from support.dashboard_server import serving
 
@@ -18,10 +19,8 @@ HOSTILE = 'a"b\\c\nd{e="f"} 1\n# TYPE x counter'
 
 
 def state(events: list[Event], run: str = "run", **options: object) -> dict[str, Any]:
-    record = RunRecord()
-    for one in events:
-        record.update(one)
-    return {"run": run, **snapshot(record, {"steps": 400, **options}, None, None, 0.0)}
+    figures = RunFigures(history_of(events), elastic=options.get("engine") == "swarm")
+    return {"run": run, **snapshot(figures, {"steps": 400, **options}, None, 0.0)}
 
 
 def parsed(text: str) -> dict[tuple[str, tuple[str, ...]], float]:

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.dashboard.columns import mean_by_step, thin_out
 from diloco.dashboard.runs import Run, RunFolder
+from diloco.dashboard.series import mean_by_step, thin_out
 from diloco.errors import ConfigError
-from diloco.history.counts import RunCounts
+from diloco.history.figures import RunFigures
+from diloco.history.run_history import history_of
 from diloco.training.config.run import RunConfig
 from diloco.training.records.summary import summarize
 from support.dashboard_runs import (
@@ -34,7 +35,7 @@ from support.dashboard_runs import (
 def test_figures_are_those_of_the_summary(tmp_path: Path) -> None:
     events = calm_events(workers=3, steps=100)
     state = Run(write_run(tmp_path, events), "run").state()
-    summary = summarize(RunConfig(workers=3), events)
+    summary = summarize(RunConfig(workers=3), history_of(events))
     assert state["rounds"]["merged"] == summary["rounds"] == 5
     assert state["tokens"] == summary["tokens"]
     assert state["validation"]["perplexity"] == summary["validation_perplexity"]
@@ -216,11 +217,9 @@ def test_the_phases_of_a_round_are_those_of_the_events(tmp_path: Path) -> None:
 
 def test_rounds_before_a_worker_joined_are_counted_as_in_the_terminal(tmp_path: Path) -> None:
     events = [started(0, 1), step(0, 200) | {"rounds": 40}, *round_events(41, 1, 20)]
-    counts = RunCounts()
-    for one in events:
-        counts.update(one)
+    counts = RunFigures(history_of(events))
     rounds = Run(write_run(tmp_path, events), "run").state()["rounds"]
-    assert (rounds["merged"], rounds["failed"]) == (counts.rounds, counts.rounds_failed) == (40, 0)
+    assert (rounds["merged"], rounds["failed"]) == (counts.merged_rounds, counts.failed_rounds) == (40, 0)
 
 
 def test_large_rounds_that_every_worker_reports_are_read_once_and_again_after_a_resume(tmp_path: Path) -> None:
@@ -281,7 +280,7 @@ def test_a_data_parallel_run_without_rounds_is_compared_as_in_the_summary(tmp_pa
     events = [started(worker, 3) for worker in range(3)]
     events += [step(worker, number) for number in (10, 20) for worker in range(3)]
     state = Run(write_run(tmp_path, events), "run").state()
-    summary = summarize(RunConfig(workers=3, mode="data-parallel"), events)
+    summary = summarize(RunConfig(workers=3, mode="data-parallel"), history_of(events))
     assert state["communication"]["data_parallel_bytes_per_worker"] == summary["data_parallel_bytes_per_worker"] > 0
     assert state["rounds"]["merged"] == summary["rounds"] == 1
 

@@ -5,21 +5,24 @@ import math
 import os
 from pathlib import Path
 
+from diloco.dashboard.quick_lines import QuickLines
 from diloco.dashboard.runs import Run
-from diloco.dashboard.tail import EventTail
+from diloco.history.events import StepEvent
+from diloco.history.log import EventReader
 from support.dashboard_runs import append, calm_events, event, started, write_run
 
 
 def test_each_event_is_read_once_and_half_a_line_when_it_is_whole(tmp_path: Path) -> None:
-    tail = EventTail(write_run(tmp_path, [started(0, 1)]))
-    assert [one["type"] for one in tail.read()[0]] == ["worker_started"]
+    tail = EventReader(write_run(tmp_path, [started(0, 1)]), QuickLines)
+    assert [one.type for one in tail.read()[0]] == ["worker_started"]
     line = json.dumps(event("step", 1.0, step=10, loss=3.0)) + "\n"
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write(line[:20])
     assert tail.read() == ([], False)
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write(line[20:])
-    assert [one["step"] for one in tail.read()[0]] == [10]
+    [logged] = tail.read()[0]
+    assert isinstance(logged, StepEvent) and logged.step == 10
     assert tail.damaged_lines == 0
 
 
@@ -30,16 +33,17 @@ def test_lines_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> No
     with (tmp_path / "events.jsonl").open("ab") as file:
         file.write(b"\n".join(bad) + b"\n")
     append(tmp_path, event("step", 1.0, step=10, loss=3.0))
-    tail = EventTail(tmp_path)
-    assert [one["type"] for one in tail.read()[0]] == ["worker_started", "step"]
+    tail = EventReader(tmp_path, QuickLines)
+    assert [one.type for one in tail.read()[0]] == ["worker_started", "step"]
     assert tail.damaged_lines == len(bad)
 
 
 def test_a_number_that_is_nan_is_a_gap_and_the_rest_of_the_line_is_read(tmp_path: Path) -> None:
     write_run(tmp_path, [started(0, 1), event("step", 1.0, step=10, loss=math.nan, tokens=5)])
-    tail = EventTail(tmp_path)
+    tail = EventReader(tmp_path, QuickLines)
     last = tail.read()[0][-1]
-    assert (last["step"], last["loss"], last["tokens"]) == (10, None, 5) and tail.damaged_lines == 0
+    assert isinstance(last, StepEvent)
+    assert (last.step, last.loss, last.tokens) == (10, None, 5) and tail.damaged_lines == 0
 
 
 def test_a_truncated_or_replaced_log_is_read_from_its_beginning(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from diloco.data.preparation.partitions import share_out
 from diloco.data.sources.registry import open_source
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigError, DataError
-from diloco.history.notes import RunNotes
+from diloco.history.run_history import history_of
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.start import check_data
 from support.saved_runs import quick_runs, small_config, train
@@ -132,11 +132,11 @@ def test_workers_weigh_as_much_as_their_labels_have_text_and_the_run_says_which_
     tokens = corpus.meta.shard_tokens
     weights = [worker.mode.averager.weight for worker in workers]  # type: ignore[union-attr]
     assert weights == [float(tokens[0] + tokens[2]), float(tokens[1])]
-    notes = RunNotes()
-    notes.update({"type": "worker_started", "worker": 0, "workers": 2}, [0, 1])
-    notes.update(
-        {"type": "corpus", "time": 0.0, "worker": 0, **corpus.meta.event(), "skipped": {"unreadable rows": 3}}, [0, 1]
-    )
+    told = [
+        {"type": "worker_started", "time": 0.0, "worker": 0, "workers": 2},
+        {"type": "corpus", "time": 0.0, "worker": 0, **corpus.meta.event(), "skipped": {"unreadable rows": 3}},
+    ]
+    notes = history_of(told).notes
     assert "3 unreadable rows" in notes.lines[0]
     assert notes.lines[1].startswith("worker 0 reads law") and notes.lines[2].startswith("worker 1 reads sea")
 

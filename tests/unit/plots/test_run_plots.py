@@ -1,5 +1,6 @@
 """`diloco plot` and `diloco compare --plot`: what is drawn is what the events say, and bad input is named."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,11 @@ import pytest
 from diloco.cli.main import run
 from diloco.errors import ConfigError
 from diloco.history.log import EVENTS_FILE
+from diloco.history.run_history import history_of
 from diloco.plots.panels import Panel, Series
 from diloco.plots.plotted_run import PlottedRun, read_run
 from diloco.plots.runs import PANELS, panels_of
+from support.event_log import Event
 from support.recorded_runs import RUN, append, event, merged, run_folder, started, step, validation
 
 
@@ -22,7 +25,11 @@ def only(name: str, *runs: PlottedRun, **options: int) -> Panel:
     return panel
 
 
-MINE, OTHER = PlottedRun("mine", RUN), PlottedRun("other", RUN[:5])
+def plotted(name: str, events: Sequence[Event]) -> PlottedRun:
+    return PlottedRun(name, history_of(events))
+
+
+MINE, OTHER = plotted("mine", RUN), plotted("other", RUN[:5])
 
 
 def test_the_loss_is_the_mean_of_the_workers_in_a_band_of_them() -> None:
@@ -36,7 +43,7 @@ def test_the_loss_is_the_mean_of_the_workers_in_a_band_of_them() -> None:
 def test_validations_are_points_at_their_step() -> None:
     points = by_label(only("steps", MINE))["validation"]
     assert list(zip(points.x, points.y, strict=True)) == [(0, 6.0), (10, 3.0)]
-    between = PlottedRun("between", [*RUN, validation(15, 2.0)])
+    between = plotted("between", [*RUN, validation(15, 2.0)])
     assert by_label(only("tokens", between))["validation"].x[-1] == 3000
     assert by_label(only("bytes", between))["validation"].x[-1] == 100  # sent by the next logged step
 
@@ -47,7 +54,7 @@ def test_several_runs_are_drawn_over_each_other_under_their_names() -> None:
 
 
 def test_bytes_that_differ_much_are_on_a_logarithmic_axis() -> None:
-    much = PlottedRun(
+    much = plotted(
         "much", [one | {"bytes_sent": one["bytes_sent"] * 100} if one["type"] == "step" else one for one in RUN]
     )
     assert only("bytes", MINE, much).x_log and not only("tokens", MINE, much).x_log
@@ -56,7 +63,7 @@ def test_bytes_that_differ_much_are_on_a_logarithmic_axis() -> None:
 
 
 def test_gaps_and_nan_are_gaps() -> None:
-    gone = PlottedRun("gone", [step(0, 10, None), step(0, 20, 2.0)])
+    gone = plotted("gone", [step(0, 10, None), step(0, 20, 2.0)])
     assert by_label(only("steps", gone))["training"].y == [None, 2.0]
 
 
@@ -68,7 +75,7 @@ def test_smoothing_keeps_the_single_values_faint_behind() -> None:
 
 def test_very_many_steps_are_drawn_as_few_points_with_their_extremes() -> None:
     losses = [9.0 if number == 1 else 1.0 for number in range(5000)]
-    training = by_label(only("steps", PlottedRun("long", [step(0, n + 1, one) for n, one in enumerate(losses)])))[
+    training = by_label(only("steps", plotted("long", [step(0, n + 1, one) for n, one in enumerate(losses)])))[
         "training"
     ]
     assert len(training.x) <= 2000 and training.x[-1] == 5000
@@ -77,7 +84,7 @@ def test_very_many_steps_are_drawn_as_few_points_with_their_extremes() -> None:
 
 def test_norms_and_cosines_are_those_of_the_rounds() -> None:
     pairs = [[0, 1, 0.5], [0, 2, 0.1], [1, 2, 0.3]]
-    one = PlottedRun("one", [*RUN[:5], merged(0, 0, 10, cosines=pairs), merged(1, 0, 10, cosines=pairs)])
+    one = plotted("one", [*RUN[:5], merged(0, 0, 10, cosines=pairs), merged(1, 0, 10, cosines=pairs)])
     (cosine,) = only("cosines", one).series
     assert (cosine.x, cosine.y) == ([10], [pytest.approx(0.3)])
     assert cosine.low is not None and cosine.high is not None and (cosine.low[0], cosine.high[0]) == (0.1, 0.5)
@@ -87,7 +94,7 @@ def test_norms_and_cosines_are_those_of_the_rounds() -> None:
 
 def test_the_waterfall_has_a_row_for_each_worker() -> None:
     posts = [event("round_posted", worker, sequence=1, step=20) | {"time": 1019.0} for worker in (0, 1)]
-    panel = only("rounds", PlottedRun("one", [*RUN[:9], *posts, *RUN[9:]]), rounds=1)
+    panel = only("rounds", plotted("one", [*RUN[:9], *posts, *RUN[9:]]), rounds=1)
     assert panel.kind == "spans" and panel.rows == ["worker 0", "worker 1"] and "1" in panel.title
     assert {series.label for series in panel.series} <= {"compute", "encode", "send", "wait", "reduce", "merge"}
 
@@ -96,13 +103,13 @@ def test_a_failed_round_is_seen_in_the_waterfall() -> None:
     nothing = {"mean_norm": None, "failure": "worker 1 was late", "contributors": [], "waited_seconds": 5.0}
     posted = event("round_posted", 0, sequence=2, step=30) | {"time": 1031.0}
     failed = merged(0, 2, 30, **nothing) | {"time": 1036.0}
-    panel = only("rounds", PlottedRun("one", [*RUN, posted, failed]), rounds=1)
+    panel = only("rounds", plotted("one", [*RUN, posted, failed]), rounds=1)
     (wait,) = (series for series in panel.series if series.label == "failed round")
     assert wait.until is not None and wait.until[0] - wait.x[0] == pytest.approx(5.0)  # type: ignore[operator]
 
 
 def test_without_names_a_figure_has_what_the_runs_have() -> None:
-    baseline = PlottedRun("baseline", [started(0), step(0, 10, 4.0)])
+    baseline = plotted("baseline", [started(0), step(0, 10, 4.0)])
     assert [panel.title for panel in panels_of([baseline])] == [
         *(f"Loss over {name}" for name in ("steps", "tokens", "bytes", "time")), "Compute utilisation",
     ]  # fmt: skip
@@ -132,7 +139,7 @@ def test_a_log_with_lines_that_are_no_events_is_plotted(tmp_path: Path) -> None:
     strange = {"loss": "low", "tokens": [], "elapsed_seconds": None, "bytes_sent": {}}
     append(tmp_path, [*odd, step(0, 30, None) | strange, merged(0, 3, 30, norm="x", waited_seconds="y"), *RUN])
     run = read_run(tmp_path, "mine")
-    assert {event["step"] for event in run.steps} == {10, 20, 30}
+    assert {row.step for row in run.steps} == {10, 20, 30}
     assert panels_of([run])
 
 

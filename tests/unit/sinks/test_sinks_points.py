@@ -4,18 +4,21 @@ import math
 
 import pytest
 
-from diloco.history.log import Event
+from diloco.history.events import read_event
+from diloco.history.run_history import RunHistory
 from diloco.sinks.base import Point
-from diloco.sinks.points import PointReader
+from diloco.sinks.points import points_of
+from support.event_log import Event
 from support.recorded_runs import RUN, event, member, merged, started, step, validation
 
 Values = dict[tuple[str, int | None], list[tuple[int, float]]]
 
 
 def read(*events: Event) -> Values:
-    reader, values = PointReader(), Values()
-    for each in events:
-        for point in reader.points(each):
+    history, values = RunHistory(), Values()
+    for each in map(read_event, events):
+        history.update(each)
+        for point in points_of(each, history):
             values.setdefault((point.name, point.worker), []).append((point.step, point.value))
     return values
 

@@ -12,9 +12,10 @@ from diloco.core.config import Merge
 from diloco.core.fragments import PartLayout
 from diloco.core.merging import inner_products, leave_one_out
 from diloco.engines.rounds import Comparison, RoundKey, RoundResult
+from diloco.history.events import event_fields
 from diloco.outer.rounds import RoundEvent, RoundTimes
 from diloco.training.records.agreement import Agreement
-from diloco.training.records.worker_events import round_fields
+from diloco.training.records.worker_events import round_ended
 
 
 def gradients(sequence: int, *, liar: bool, count: int = 6) -> list[torch.Tensor]:
@@ -104,8 +105,7 @@ def test_the_event_of_a_round_has_the_share_of_parts_in_which_each_contribution_
     def told(merge: Merge, comparison: Comparison) -> dict[str, float]:
         ended = replace(result(gradients(0, liar=True, count=4)), merge=merge, comparison=comparison)
         event = RoundEvent(RoundKey(0, 0), 1, 1.0, 1.0, None, ended, None, times)
-        replaced: dict[str, float] = round_fields(event, Agreement())["replaced"]
-        return replaced
+        return event_fields(round_ended(event, Agreement()))["replaced"]  # type: ignore[no-any-return]
 
     comparison = Comparison((1.0,) * 10, (0, 0, 3, 1), 4)
     assert told("clipped", comparison) == {"0": 0.0, "1": 0.0, "2": 0.75, "3": 0.25}

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from diloco import atomic_files
 from diloco.engines.rounds import Member, Report
+from diloco.history.events import Event, event_fields
 from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.training.checkpoints import store
 from diloco.training.checkpoints.manifests import Manifest, Moment, find_checkpoints, manifest_path, worker_folder
@@ -29,13 +30,13 @@ class Told:
     """The events of a worker."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[Event] = []
 
-    def __call__(self, type_: str, **fields: Any) -> None:
-        self.events.append((type_, fields))
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
 
     def of(self, type_: str) -> list[dict[str, Any]]:
-        return [fields for told, fields in self.events if told == type_]
+        return [event_fields(event) for event in self.events if event.type == type_]
 
 
 def made(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.history.events import Event, ThreadsEvent, event_fields
 from diloco.training.processes import cores
 from diloco.training.processes.cores import SharedCores
 
@@ -25,9 +26,9 @@ class Worker:
         self.share = SharedCores(self.threads.append, self._tell, fixed=fixed, folder=folder / "registry")
         self.share.begin(local)
 
-    def _tell(self, type_: str, **fields: object) -> None:
-        assert type_ == "threads"
-        self.told.append(fields)
+    def _tell(self, event: Event) -> None:
+        assert isinstance(event, ThreadsEvent)
+        self.told.append(event_fields(event))
 
 
 def test_a_second_worker_takes_half_and_the_first_one_gives_it_up(tmp_path: Path) -> None:

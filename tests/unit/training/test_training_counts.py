@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from diloco.dashboard.record import RunRecord
+from diloco.cli.display.view import RunView
 from diloco.dashboard.snapshot import snapshot
-from diloco.history.counts import RunCounts
-from diloco.history.log import Event
+from diloco.history.figures import RunFigures
+from diloco.history.run_history import history_of
 from diloco.training.records.summary import summarize
+from support.event_log import Event
 from support.recorded_runs import CONFIG, RESUMED, RUN, event, member, merged, step, validation
 
 
@@ -49,24 +50,21 @@ RUNS = {
 }
 
 
-def counted(events: list[Event]) -> RunCounts:
-    counts = RunCounts()
-    for one in events:
-        counts.update(one)
-    return counts
+def counted(events: list[Event]) -> RunView:
+    return RunView(CONFIG, history_of(events))
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_display_and_the_report_count_the_same(name: str) -> None:
-    counts, summary = counted(RUNS[name]), summarize(CONFIG, RUNS[name])
-    workers = counts.workers.values()
+    counts, summary = counted(RUNS[name]), summarize(CONFIG, history_of(RUNS[name]))
+    workers = counts.workers
     here: dict[str, Any] = {
-        "rounds": counts.rounds,
-        "rounds_failed": counts.rounds_failed,
+        "rounds": counts.merged_rounds,
+        "rounds_failed": counts.failed_rounds,
         "inner_steps": max(worker.step for worker in workers),
         "tokens": sum(worker.tokens for worker in workers),
-        "validation_perplexity": counts.validations[-1][1],
-        "parameters": counts.parameters,
+        "validation_perplexity": counts.perplexities[-1][1],
+        "parameters": counts.history.parameters,
     }
     assert here == {key: summary[key] for key in here}
     if "ended" in name:
@@ -76,16 +74,14 @@ def test_the_display_and_the_report_count_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_display_and_the_page_count_the_same(name: str) -> None:
-    counts, record = counted(RUNS[name]), RunRecord()
-    for one in RUNS[name]:
-        record.update(one)
-    page = snapshot(record, CONFIG.values(), None, None, 0.0)
-    assert (page["rounds"]["merged"], page["rounds"]["failed"]) == (counts.rounds, counts.rounds_failed)
-    assert page["step"] == counts.step and page["parameters"] == counts.parameters
-    assert page["tokens"] == sum(worker.tokens for worker in counts.workers.values())
+    counts = counted(RUNS[name])
+    page = snapshot(RunFigures(history_of(RUNS[name])), CONFIG.values(), None, 0.0)
+    assert (page["rounds"]["merged"], page["rounds"]["failed"]) == (counts.merged_rounds, counts.failed_rounds)
+    assert page["step"] == counts.step and page["parameters"] == counts.history.parameters
+    assert page["tokens"] == sum(worker.tokens for worker in counts.workers)
     assert page["loss"] == pytest.approx(counts.loss)
     assert page["utilization"] == pytest.approx(1 - counts.sync_share)
-    assert page["validation"]["perplexity"] == counts.validations[-1][1]
+    assert page["validation"]["perplexity"] == counts.perplexities[-1][1]
     for one in page["workers"]:
         assert one["bytes_sent"] == pytest.approx(counts.workers[one["worker"]].bytes_sent, abs=64)  # rounds since
 
@@ -93,22 +89,20 @@ def test_the_display_and_the_page_count_the_same(name: str) -> None:
 def test_a_pause_is_no_time_of_the_run_on_the_page_as_in_the_report() -> None:
     times = [*range(len(RUN)), *range(1000, 1000 + len(RESUMED))]
     events = [one | {"time": float(time)} for time, one in zip(times, [*RUN, *RESUMED], strict=True)]
-    record = RunRecord()
-    for one in events:
-        record.update(one)
-    page = snapshot(record, CONFIG.values(), None, None, 0.0)
-    assert page["seconds"] == summarize(CONFIG, events)["seconds"] == len(events) - 2
+    page = snapshot(RunFigures(history_of(events)), CONFIG.values(), None, 0.0)
+    assert page["seconds"] == summarize(CONFIG, history_of(events))["seconds"] == len(events) - 2
 
 
 def test_a_failed_round_counts_once_and_a_resume_takes_it_back() -> None:
     counts = counted(RUNS["failed for all"])
-    assert (counts.rounds, counts.rounds_failed) == (2, 1)
-    counts.update(resumed(0, 10, 1))
-    counts.update(resumed(1, 10, 1))
-    assert (counts.rounds, counts.rounds_failed) == (1, 0)
+    assert (counts.merged_rounds, counts.failed_rounds) == (2, 1)
+    counts = counted([*RUNS["failed for all"], resumed(0, 10, 1), resumed(1, 10, 1)])
+    assert (counts.merged_rounds, counts.failed_rounds) == (1, 0)
 
 
 def test_a_member_with_fields_of_a_newer_version_is_counted() -> None:
     present = [{"member": 3, "where": "here", "step": 5, "loss": 2.0, "contributed": 1, "state": "", "later": 1}]
-    counts = counted([event("members", present=present)])
-    assert counts.members == 1 and counts.swarm[3].step == 5
+    history = history_of([event("members", present=present)])
+    assert history.present == 1 and history.refused_events == 0
+    [member] = RunFigures(history).members
+    assert (member.number, member.values["step"]) == (3, 5)

@@ -15,11 +15,13 @@ from diloco.data.corpus import Corpus
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import alone
 from diloco.errors import EngineError, LossNotFinite, ModelNotWritten
-from diloco.history.log import EventLog, read_events
+from diloco.history.log import EventLog
+from diloco.history.run_history import history_of
 from diloco.training.config.run import ComputeConfig, InnerConfig, RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.summary import summarize
 from diloco.training.step_log import LossCheck
+from support.event_log import read_events
 from support.saved_runs import quick_runs, small_config, small_corpus, train
 
 
@@ -126,7 +128,7 @@ def test_when_one_workers_loss_is_not_finite_all_end_in_order_with_the_same_fini
     if not (kind == "data-parallel" and len(bad) == 2):  # no worker has a gradient then
         first, second = ([p.detach() for p in worker.model.parameters()] for worker in begun)
         assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(first, second, strict=True))
-    summary = summarize(config, events, None)
+    summary = summarize(config, history_of(events), None)
     assert summary["status"] == "failed" and "is nan at step" in summary["error"]
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from diloco.cli.display.view import RunView
 from diloco.errors import ConfigError
-from diloco.history import resuming as history
-from diloco.history.log import Event
+from diloco.history.run_history import history_of
+from diloco.history.workers import OwnWork
 from diloco.run_lock import hold_as_worker, run_lock
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.launcher import rotate_log
 from diloco.training.records.summary import summarize
-from diloco.training.records.swarm_summary import OwnWork, own_work
+from support.event_log import Event
 
 
 def event(type_: str, time: float, worker: int = 0, **fields: Any) -> Event:
@@ -41,14 +41,15 @@ def test_a_pause_before_a_worker_of_a_swarm_starts_again_does_not_count() -> Non
     swarm = {"founded": True, "going_on": False}
     first = [event("swarm", 0.0, **swarm), started(1.0, 0), step(9.0, 0, 10)]
     again = [event("swarm", 1000.0, **swarm), event("threads", 1001.0), started(1002.0, 0), step(1004.0, 0, 20)]
-    assert [len(start) for start in history.starts([*first, *again])] == [3, 4]
-    assert history.seconds([*first, *again]) == 9.0 + 4.0
+    clock = history_of([*first, *again]).clock
+    assert (clock.starts, clock.pauses) == (2, [(1000.0, 991.0)])
+    assert clock.seconds() == 9.0 + 4.0
 
 
 def test_the_work_of_a_worker_that_joined_again_adds_up_and_a_resumed_count_goes_on() -> None:
     again = [event("joined", 20.0, step=30), step(21.0, 0, 1), step(22.0, 0, 2)]
-    assert own_work([step(9.0, 0, 10), *again])[0] == OwnWork(120, 9.0 + 22.0, 0.0, 12)
-    assert own_work([step(9.0, 0, 10), resumed(20.0, 0, 5), step(21.0, 0, 6)])[0].tokens == 60
+    assert history_of([step(9.0, 0, 10), *again]).own_work[0] == OwnWork(120, 9.0 + 22.0, 0.0, 12)
+    assert history_of([step(9.0, 0, 10), resumed(20.0, 0, 5), step(21.0, 0, 6)]).own_work[0].tokens == 60
 
 
 INTERRUPTED = [
@@ -64,17 +65,20 @@ INTERRUPTED = [
 
 
 def test_what_a_resume_took_back_is_left_out_and_the_pause_does_not_count() -> None:
-    kept = [e["step"] for e in history.current(INTERRUPTED) if e["type"] == "step" and e["worker"] == 0]
-    assert kept == [10, 15]
-    assert history.seconds(INTERRUPTED) == pytest.approx(2.5 + 1.5)
-    summary = summarize(RunConfig(), INTERRUPTED)
+    history = history_of(INTERRUPTED)
+    columns = history.workers[0].columns.until(None)
+    assert list(columns["step"][columns["logged"] > 0]) == [10, 15]
+    assert history.clock.seconds() == pytest.approx(2.5 + 1.5)
+    summary = summarize(RunConfig(), history_of(INTERRUPTED))
     assert (summary["inner_steps"], summary["tokens"], summary["resumes"]) == (15, 300, 1)
     assert summary["validation_step"] == 10 and summary["bytes_sent_per_worker"] == 15
 
 
 def test_an_end_before_a_resume_is_no_end() -> None:
     end = event("worker_finished", 3.0, inner_steps=10, stopped_early=False, rounds=1, rounds_failed=0, bytes_sent=1)
-    assert end not in history.current([started(0.0, 0), step(1.0, 0, 10), end, started(9.0, 0), resumed(9.0, 0, 10)])
+    before = [started(0.0, 0), step(1.0, 0, 10), end]
+    assert history_of(before).workers[0].ended is not None
+    assert history_of([*before, started(9.0, 0), resumed(9.0, 0, 10)]).workers[0].ended is None
 
 
 def test_workers_that_come_and_go_are_counted_for_the_steps_that_they_took() -> None:
@@ -88,20 +92,20 @@ def test_workers_that_come_and_go_are_counted_for_the_steps_that_they_took() -> 
         resumed(19.0, 0, 20, workers=1, workers_before=3),
         step(20.0, 0, 25),
     ]
-    assert history.steps_not_taken(events) == {2: 10}
-    assert summarize(RunConfig(), events)["tokens"] == (2 * 10 + 3 * 10 + 5) * 10
-    assert summarize(RunConfig(), events)["workers"] == 1
+    assert history_of(events).steps_not_taken() == 10
+    assert summarize(RunConfig(), history_of(events))["tokens"] == (2 * 10 + 3 * 10 + 5) * 10
+    assert summarize(RunConfig(), history_of(events))["workers"] == 1
 
 
 def test_the_view_goes_back_to_where_the_run_goes_on() -> None:
-    view = RunView(RunConfig(steps=40))
-    for one in INTERRUPTED[:-2]:
-        view.update(one)
-    assert view.step == 10 and view.validations == [(10, 2.7)] and view.notes == ["continuing from step 10"]
-    view.update(event("checkpoint_failed", 102.0, 1, step=15, reason="full"))
-    assert view.notes[-1] == "worker 1 could not write the checkpoint of step 15: full"
-    view.update(resumed(103.0, 0, 15, workers=1, notes=["worker 1 is not started again"]))
-    assert set(view.workers) == {0} and "worker 1 is not started again" in view.notes
+    view = RunView(RunConfig(steps=40), history_of(INTERRUPTED[:-2]))
+    assert view.step == 10 and view.perplexities == [(10, 2.7)]
+    assert view.history.notes.lines == ["continuing from step 10"]
+    full = event("checkpoint_failed", 102.0, 1, step=15, reason="full")
+    alone = resumed(103.0, 0, 15, workers=1, notes=["worker 1 is not started again"])
+    history = history_of([*INTERRUPTED[:-2], full, alone])
+    assert "worker 1 could not write the checkpoint of step 15: full" in history.notes.lines
+    assert set(history.workers) == {0} and "worker 1 is not started again" in history.notes.lines
 
 
 def test_a_log_of_an_earlier_start_is_kept_under_a_number(tmp_path: Path) -> None:
@@ -149,9 +153,6 @@ def test_an_event_before_worker_started_ends_the_pause_before_a_resume() -> None
     first = [{"type": type_, "time": time, "worker": 0} for type_, time in (("sizes", 0.0), ("worker_started", 1.0))]
     log = [*first, {"type": "step", "time": 40.0, "worker": 0, "step": 10}]
     log += [one | {"time": one["time"] + 1000} for one in log]
-    assert history.seconds(log) == 80.0
-    assert [len(start) for start in history.starts(log)] == [3, 3]
-    clock = history.RunClock()
-    for one in log:
-        clock.update(one)
+    clock = history_of(log).clock
+    assert (clock.seconds(), clock.starts) == (80.0, 2)
     assert clock.pauses == [(1000.0, 960.0)] and clock.seconds(1020.0) == 60.0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError, WorkerFailed
+from diloco.history.events import LossNotFiniteEvent, WorkerStartedEvent
 from diloco.history.log import EventLog
 from diloco.training.config.run import RunConfig
 from diloco.training.processes import launcher
@@ -210,7 +211,7 @@ def test_a_worker_that_was_killed_in_training_leaves_the_others_time_to_notice(
 
     def begun(policy: EndTogether) -> None:
         begin(policy)
-        EventLog(tmp_path, 0).emit("worker_started")
+        EventLog(tmp_path, 0).emit(WorkerStartedEvent())
 
     monkeypatch.setattr(EndTogether, "begin", begun)
     with pytest.raises(WorkerFailed, match="worker 0 of 2 failed: killed by SIGKILL; worker 1 did not end and was"):
@@ -232,6 +233,6 @@ def test_a_loss_that_is_not_finite_asks_all_workers_of_a_fixed_set_to_end(
     monkeypatch.setattr(LaunchedWorker, "send_signal", end)
     (tmp_path / "logs").mkdir()
     log = EventLog(tmp_path, 1)
-    monkeypatch.setattr(EndTogether, "begin", lambda _: log.emit("loss_not_finite"))
+    monkeypatch.setattr(EndTogether, "begin", lambda _: log.emit(LossNotFiniteEvent(step=3, loss="nan")))
     workers.run()
     assert asked == [("worker 0", signal.SIGINT), ("worker 1", signal.SIGINT)]

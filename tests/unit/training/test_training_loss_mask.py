@@ -18,13 +18,13 @@ from diloco.data.order import validation_batches
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.rounds import Contribution
 from diloco.engines.worker_ranks import ALONE
-from diloco.history.log import read_events
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
 from diloco.outer.gradient_mean import GradientMean
 from diloco.training.config.run import TrainingConfig
 from diloco.training.micro_batches import MicroBatch, micro_batches
 from diloco.training.validation import evaluate
+from support.event_log import read_events
 from support.pretrained_models import VOCAB, make_folder
 from support.saved_runs import quick_runs, small_config, train
 

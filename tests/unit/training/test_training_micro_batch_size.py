@@ -12,8 +12,8 @@ from diloco.data.config import DataConfig
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import alone
 from diloco.errors import ConfigError
-from diloco.history.log import EventLog, read_events
-from diloco.history.notes import RunNotes
+from diloco.history.log import EventLog
+from diloco.history.run_history import history_of
 from diloco.models.choice import ModelChoice
 from diloco.training import loop
 from diloco.training.config.run import RunConfig, TrainingConfig
@@ -21,6 +21,7 @@ from diloco.training.loop import Training
 from diloco.training.micro_batch_size import choices, estimated, fewest_that_fit
 from diloco.training.sizes.estimate import estimate
 from diloco.training.sizes.memory import ACTIVATIONS, Place
+from support.event_log import read_events
 
 FIXED = 100
 
@@ -109,9 +110,7 @@ def test_on_a_gpu_trials_decide_and_an_event_tells(tmp_path: Path, monkeypatch: 
     assert training._micro_batches(1) == 4 and 2 in tried
     [event] = [event for event in read_events(tmp_path) if event["type"] == "micro_batches"]
     assert (event["accumulation"], event["rows"], event["tried"]) == (4, 2, True)
-    notes = RunNotes()
-    notes.update(event, [])
-    assert notes.lines == [
+    assert history_of([event]).notes.lines == [
         "a step is computed in 4 micro-batches of 2 sequences: the most that fit the GPU's memory, found by trying"
     ]
     training.config = replace(training.config, training=replace(training.config.training, accumulation=2))

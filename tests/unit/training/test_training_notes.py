@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 import diloco
-from diloco.cli.display.view import RunView
-from diloco.dashboard.record import RunRecord
+from diloco.dashboard.snapshot import snapshot
+from diloco.history.events import ExcludedEvent, MemberLostEvent, read_event
+from diloco.history.figures import RunFigures
 from diloco.history.notes import _SENTENCES, RunNotes, reason_of
-from diloco.training.config.run import RunConfig
+from diloco.history.run_history import history_of
 
 PEER = "12D3KooWMHtALwWx5z884D4WSWdRG6CqdcdrFJCRy6rstou8Rdwk"
 OTHER = "12D3KooWLkhZ83dY1LmFf5XnBgoMVSW3cXcPfqssj2o4hE8osbLE"
@@ -50,13 +51,13 @@ HAPPENED = [
 
 
 def test_terminal_and_page_say_the_same_sentences() -> None:
-    view, record = RunView(RunConfig(engine="swarm")), RunRecord()
-    for one in HAPPENED:
-        view.update(one)
-        record.update(one)
-    assert record.refused_events == 0
-    assert view.notes == [note.text for note in record.notes.notes]
-    assert len(view.notes) == len(HAPPENED) - 1 + 4  # two labels, a note of the resume, a second line of `diverged`
+    history = history_of(HAPPENED)
+    page = snapshot(RunFigures(history), {"engine": "swarm"}, None, 0.0)
+    assert history.refused_events == 0
+    assert history.notes.lines == [note["text"] for note in page["notes"]]
+    assert (
+        len(history.notes.lines) == len(HAPPENED) - 1 + 4
+    )  # two labels, a note of the resume, a second line of `diverged`
 
 
 def rounds(*made: tuple[str, int], **more: Any) -> list[dict[str, Any]]:
@@ -81,7 +82,7 @@ def test_a_plain_mean_instead_of_a_clipped_one_is_told_in_words_when_it_begins_a
     started = event("worker_started", workers=2, resolved={"sync.merge": "clipped"})
     notes = RunNotes()
     for one in [started, *rounds(("clipped", 4), ("mean", 3), ("mean", 2), ("clipped", 5))]:
-        notes.update(one, ())
+        notes.update(read_event(one), ())
     assert notes.lines == [
         "round 1 has 3 contributions: its mean is a plain one, since sync.merge = clipped needs four; so are the next "
         "ones until there are four",
@@ -89,14 +90,14 @@ def test_a_plain_mean_instead_of_a_clipped_one_is_told_in_words_when_it_begins_a
     ]
     notes = RunNotes()
     for one in [event("worker_started", workers=2, resolved={}), *rounds(("mean", 3), ("mean", 5))]:
-        notes.update(one, ())
+        notes.update(read_event(one), ())
     assert notes.lines == []
 
 
 def test_a_worker_that_begins_to_disagree_is_told_once() -> None:
     notes = RunNotes()
     for one in rounds(("mean", 4), ("mean", 4), disagreeing=[3], agreement={"3": -0.41}):
-        notes.update(one, ())
+        notes.update(read_event(one), ())
     [line] = notes.lines
     assert line.startswith("worker 3: its outer gradients point elsewhere than the others' (cosine -0.41 in round 0;")
 
@@ -106,7 +107,7 @@ def test_a_worker_whose_contribution_counts_as_the_others_mean_is_told_when_that
     shares = [0.04, 0.94, 0.06, 0.94, 0.01, 0.5]
     for n, share in enumerate(shares):
         one = {"sequence": n, "mean_norm": 1.0, "merge": "mean", "contributors": [0, 1, 2, 3], "failure": None}
-        notes.update(event("round", **one, replaced={"0": 0.0, "3": share}), ())
+        notes.update(read_event(event("round", **one, replaced={"0": 0.0, "3": share})), ())
     first, again = notes.lines
     assert first.startswith("worker 3: in 94% of the parts of round 1 its outer gradient points against the others'")
     assert again.startswith("worker 3: in 50% of the parts of round 5 ")
@@ -114,8 +115,8 @@ def test_a_worker_whose_contribution_counts_as_the_others_mean_is_told_when_that
 
 def test_what_the_terminal_shows_elsewhere_has_a_line_on_the_page_only() -> None:
     notes = RunNotes()
-    notes.update(event("round", sequence=3, failure="worker 1 did not answer", refused={}), ())
-    notes.update(event("worker_failed", error="out of memory"), ())
+    notes.update(read_event(event("round", sequence=3, failure="worker 1 did not answer", refused={})), ())
+    notes.update(read_event(event("worker_failed", inner_steps=3, error="out of memory")), ())
     assert [note.text for note in notes.notes] == [
         "round 3 failed: worker 1 did not answer",
         "worker 0 failed: out of memory",
@@ -154,17 +155,18 @@ def test_what_the_terminal_shows_elsewhere_has_a_line_on_the_page_only() -> None
 )
 def test_a_split_is_told(told: dict[str, Any], words: str) -> None:
     notes = RunNotes()
-    notes.update(told, ())
+    notes.update(read_event(told), ())
     assert any(words in line for line in notes.lines)
 
 
 def test_no_line_has_the_id_of_a_peer() -> None:
     notes = RunNotes()
     for one in HAPPENED:
-        notes.update(one, ())
+        notes.update(read_event(one), ())
     assert not any("12D3Koo" in note.text for note in notes.notes)
-    assert reason_of(HAPPENED[12]) == "it could not be reached"
-    assert reason_of(event("x", reason=f"revoked by {PEER}")) == "revoked by peer …u8Rdwk"
+    lost = read_event(HAPPENED[12])
+    assert isinstance(lost, MemberLostEvent) and reason_of(lost) == "it could not be reached"
+    assert reason_of(ExcludedEvent(reason=f"revoked by {PEER}")) == "revoked by peer …u8Rdwk"
 
 
 def test_a_member_that_comes_and_goes_is_told_every_time_and_by_one_worker() -> None:
@@ -172,9 +174,12 @@ def test_a_member_that_comes_and_goes_is_told_every_time_and_by_one_worker() -> 
     for time in (10.0, 20.0):
         for type_ in ("member_joined", "member_lost"):
             for worker in (0, 1):
-                notes.update(event(type_, worker, time, member=5, peer=PEER, label="", reason=f"told by {worker}"), ())
+                notes.update(
+                    read_event(event(type_, worker, time, member=5, peer=PEER, label="", reason=f"told by {worker}")),
+                    (),
+                )
     assert [line.split()[3] for line in notes.lines] == ["joined", "lost", "joined", "lost"]
-    notes.update(event("member_left", member=5, peer=PEER), local_workers=[5])
+    notes.update(read_event(event("member_left", member=5, peer=PEER)), local_workers=[5])
     assert len(notes.lines) == 4, "a worker of this machine is in the table"
 
 
@@ -187,4 +192,4 @@ def test_every_event_of_the_documentation_has_a_sentence_or_is_shown_elsewhere()
         "sizes", "worker_started", "starting", "first_step", "step", "round_posted", "evaluation", "validation",
         "sample", "state_arriving", "members", "shards", "shard_fetched",
     }  # fmt: skip
-    assert documented - elsewhere == set(_SENTENCES) | {"corpus", "resumed", "round", "diverged"}
+    assert documented - elsewhere == {kind.type for kind in _SENTENCES} | {"corpus", "resumed", "round", "diverged"}

@@ -4,13 +4,14 @@ import pytest
 
 from diloco.cli.display.live import plain_line
 from diloco.cli.display.view import RunView
-from diloco.dashboard.record import RunRecord
 from diloco.dashboard.snapshot import snapshot
-from diloco.history.log import Event
-from diloco.history.progress import WorkerProgress
+from diloco.history.events import read_event
+from diloco.history.run_history import history_of
+from diloco.history.workers import WorkerProgress
 from diloco.training.config.run import RunConfig
 from diloco.training.records.summary import summarize
 from support.dashboard_runs import TOKENS_PER_STEP, event, round_events, started
+from support.event_log import Event
 
 COMPILING = 100.0
 STEPS_PER_SECOND = 5.0
@@ -34,11 +35,8 @@ def compiled(last: int, every: int = 20) -> list[Event]:
 
 
 def shown(events: list[Event]) -> tuple[RunView, dict[str, object]]:
-    view, record = RunView(CONFIG), RunRecord()
-    for one in events:
-        view.update(one)
-        record.update(one)
-    return view, snapshot(record, CONFIG.values(), None, None, 0.0)
+    view = RunView(CONFIG, history_of(events))
+    return view, snapshot(view, CONFIG.values(), None, 0.0)
 
 
 @pytest.mark.parametrize("last", [20, 40, 200])
@@ -46,7 +44,7 @@ def test_the_speed_is_the_present_one_without_compiling_in_terminal_and_page(las
     view, page = shown(compiled(last))
     assert view.tokens_per_second == pytest.approx(STEPS_PER_SECOND * TOKENS_PER_STEP)
     assert page["tokens_per_second"] == pytest.approx(STEPS_PER_SECOND * TOKENS_PER_STEP)
-    assert view.seconds_left == pytest.approx((400 - last) / STEPS_PER_SECOND)
+    assert view.time_left == pytest.approx((400 - last) / STEPS_PER_SECOND)
     assert page["seconds_left"] == pytest.approx((400 - last) / STEPS_PER_SECOND)
     assert "2,560 tokens/s" in plain_line(view)
 
@@ -54,10 +52,10 @@ def test_the_speed_is_the_present_one_without_compiling_in_terminal_and_page(las
 def test_a_worker_that_becomes_slower_is_soon_shown_at_its_new_speed() -> None:
     progress = WorkerProgress()
     for number in range(10, 1000, 10):
-        progress.update(step(number, number / 10))
+        progress.update(read_event(step(number, number / 10)))
     assert progress.tokens_per_second == pytest.approx(10 * TOKENS_PER_STEP)
     for number in range(1000, 1100, 10):
-        progress.update(step(number, 100 + (number - 1000), rounds=number))
+        progress.update(read_event(step(number, 100 + (number - 1000), rounds=number)))
     assert progress.tokens_per_second == pytest.approx(TOKENS_PER_STEP, rel=0.01)
 
 
@@ -66,7 +64,7 @@ def test_the_speed_is_of_a_whole_round_where_a_round_takes_longer_than_a_minute(
     progress, seconds = WorkerProgress(), 0.0
     for number in range(10, 2001, 10):
         seconds += 10.0 if number % 100 != 10 else 110.0
-        progress.update(step(number, seconds, rounds=(number - 1) // 100))
+        progress.update(read_event(step(number, seconds, rounds=(number - 1) // 100)))
     assert progress.tokens_per_second == pytest.approx(TOKENS_PER_STEP / 2, rel=0.1)
 
 
@@ -74,7 +72,7 @@ def test_evaluations_are_in_the_forecast_and_not_in_the_speed() -> None:
     """Half of the time is spent on evaluations, which elapsed_seconds leaves out."""
     progress = WorkerProgress()
     for number in range(10, 101, 10):
-        progress.update(step(number, 2.0 * number, elapsed_seconds=1.0 * number))
+        progress.update(read_event(step(number, 2.0 * number, elapsed_seconds=1.0 * number)))
     assert progress.tokens_per_second == pytest.approx(TOKENS_PER_STEP)
     assert progress.seconds_until(200) == pytest.approx(200.0)
 
@@ -84,8 +82,8 @@ def test_bytes_are_of_the_same_moment_as_rounds_and_tokens() -> None:
     config = RunConfig(workers=1, steps=400)
     events = [started(0, 1), step(18, 18.0), *round_events(0, 1, 20)]
     view, page = shown(events)
-    summary = summarize(config, events)
-    assert view.rounds == summary["rounds"] == 1
+    summary = summarize(config, history_of(events))
+    assert view.merged_rounds == summary["rounds"] == 1
     assert view.workers[0].bytes_sent == summary["bytes_sent_per_worker"] == 1000
     assert view.workers[0].tokens == page["tokens"] == summary["tokens"] == 20 * TOKENS_PER_STEP
     communication = page["communication"]

@@ -8,13 +8,14 @@ import pytest
 from diloco.cli.display.view import RunView
 from diloco.dashboard.metrics import exposition
 from diloco.dashboard.runs import Run
-from diloco.history import resuming as history
-from diloco.history.log import Event, EventLog, read_events
-from diloco.history.waterfall import round_spans
-from diloco.sinks.points import PointReader
+from diloco.history.events import StepEvent
+from diloco.history.log import EventLog
+from diloco.history.run_history import LiveHistory, read_history
+from diloco.sinks.points import points_of
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.swarm_worker import SwarmEvents
 from diloco.training.records.summary import summarize
+from support.event_log import Event, read_events
 from support.recorded_runs import append, event, member, merged, run_folder, started, step
 
 CONFIG = RunConfig(engine="swarm")
@@ -53,9 +54,9 @@ AFTER = [
 def test_the_events_after_a_new_number_are_written_under_it(tmp_path: Path) -> None:
     log, events = EventLog(tmp_path, 4), SwarmEvents()
     events.into(log)
-    log.emit("step", step=10)
+    log.emit(StepEvent(step=10))
     events("renumbered", {"before": 4, "number": 7, "peer": ME})
-    log.emit("step", step=20)
+    log.emit(StepEvent(step=20))
     log.close()
     raw = [line for line in (tmp_path / "events.jsonl").read_text().splitlines() if '"worker": 4' in line]
     assert len(raw) == 1, "the log is only appended to"
@@ -77,14 +78,14 @@ def test_a_log_is_read_under_the_last_number_and_another_worker_keeps_its_own(tm
 
 
 def test_summary_and_waterfall_count_one_worker_with_its_whole_history(tmp_path: Path) -> None:
-    log = read_events(run_folder(tmp_path, [*BEFORE, *AFTER], ended=False))
-    summary = summarize(CONFIG, log)
+    history = read_history(run_folder(tmp_path, [*BEFORE, *AFTER], ended=False))
+    summary = summarize(CONFIG, history)
     assert (summary["local_workers"], summary["members_seen"]) == (1, 3)
     assert (summary["local_tokens"], summary["tokens"]) == (2000, 2000 + 2000 + 1500)
-    assert summary["local_rounds"] == 2 and len(list(history.starts(log))) == 1
-    mine = [span for span in round_spans(log) if span.worker == 7]
+    assert summary["local_rounds"] == 2 and history.clock.starts == 1
+    mine = [span for span in history.spans() if span.worker == 7]
     assert {span.sequence for span in mine} == {0, 1}
-    assert {span.sequence for span in round_spans(log) if span.worker == 4} <= {1}
+    assert {span.sequence for span in history.spans() if span.worker == 4} <= {1}
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -107,13 +108,16 @@ def test_the_page_shows_one_worker_with_its_whole_history(tmp_path: Path, live: 
     assert 'diloco_worker_step{run="run",worker="7"} 20' in exposition([state])
 
 
-def test_the_live_display_and_a_sink_go_on_with_one_worker() -> None:
-    view, points = RunView(CONFIG), PointReader()
-    told = []
-    for one in [*BEFORE, *AFTER]:
-        view.update(one)
-        told += points.points(one)
-    assert list(view.workers) == [7] and view.workers[7].step == 20
-    assert "worker 4 is worker 7 from now on" in view.notes[-1]
+def test_the_live_display_and_a_sink_go_on_with_one_worker(tmp_path: Path) -> None:
+    """What a sink has been told under the earlier number stays: later points have the new one."""
+    live, told = LiveHistory(run_folder(tmp_path, BEFORE, ended=False)), []
+    told += [point for one in live.new_events() for point in points_of(one, live.history)]
+    append(tmp_path, AFTER)
+    again = [points_of(one, live.history) for one in live.new_events()]
+    assert live.beginnings == 1 and len(again) == len(BEFORE) + len(AFTER)
+    told += [point for points in again[len(BEFORE) :] for point in points]
+    view = RunView(CONFIG, live.history)
+    assert [worker.number for worker in view.local] == [7] and view.local[0].step == 20
+    assert "worker 4 is worker 7 from now on" in live.history.notes.lines[-1]
     losses = [(point.worker, point.step) for point in told if point.name == "train/loss"]
     assert losses == [(4, 10), (0, 10), (7, 20), (0, 20), (4, 15)]

@@ -13,13 +13,15 @@ from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.tokenizer import Tokenizer
 from diloco.engines.local import alone
 from diloco.errors import ConfigError
-from diloco.history.log import EventLog, read_events
+from diloco.history.events import Event, SampleEvent
+from diloco.history.log import EventLog
 from diloco.models.choice import ModelChoice
 from diloco.models.registry import build_model
 from diloco.training.config.run import InnerConfig, RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records import outputs
 from diloco.training.records.outputs import sample_prompt
+from support.event_log import read_events
 
 
 def _train(folder: Path, cache: Path, interval: int | None) -> Training:
@@ -103,7 +105,8 @@ def test_the_event_has_the_answer_without_the_end_of_its_turn(tmp_path: Path, mo
     corpus, data = _chat_corpus(tmp_path)
     written = Tokenizer.load(corpus.tokenizer_path).encode("it is 7<|im_end|>\n<|im_start|>user")
     monkeypatch.setattr(outputs, "generate", lambda *_, **__: written)
-    events: list[dict[str, object]] = []
+    events: list[Event] = []
     model = build_model("tiny", vocab_size=corpus.vocab_size, sequence_length=64)
-    outputs.sample(model, corpus, RunConfig(data=data), lambda type_, **more: events.append(more | {"type": type_}), 3)
-    assert [(event["type"], event["text"]) for event in events] == [("sample", "it is 7")]
+    outputs.sample(model, corpus, RunConfig(data=data), events.append, 3)
+    [event] = events
+    assert isinstance(event, SampleEvent) and event.text == "it is 7"

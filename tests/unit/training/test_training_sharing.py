@@ -150,7 +150,7 @@ def test_shards_that_are_elsewhere_are_fetched_and_read_once_they_are_here(
         if name == shard_name(5):
             done.set()
 
-    fetcher = ShardFetcher(corpus, fetch, lambda type_, **_: said.append(type_))
+    fetcher = ShardFetcher(corpus, fetch, lambda event: said.append(event.type))
     for expected in ([1, 3], [1, 3, 5]):
         done.clear()
         fetcher.start(claims.missing())

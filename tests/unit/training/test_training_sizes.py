@@ -12,6 +12,8 @@ from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.data.corpus import Corpus
 from diloco.engines.asynchronous.engine import AsynchronousEngine
 from diloco.errors import ConfigError
+from diloco.history.events import RoundEndedEvent, StepEvent
+from diloco.history.run_history import RunHistory
 from diloco.methods.error_feedback import Feedback
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
@@ -330,15 +332,14 @@ def test_what_is_no_rate_is_refused(text_: str) -> None:
 
 
 def test_speed_and_rate_come_from_the_events_of_the_run(text: tuple[RunConfig, Corpus], tmp_path: Path) -> None:
-    events = [
-        {"type": "round", "bytes_sent": 10**6, "seconds": 2.0},
-        {"type": "round", "bytes_sent": 0, "seconds": None},
-        {"type": "step", "step": 10, "elapsed_seconds": 5.0},
-    ]
-    assert measured_bits_per_second(events) == 4e6 and measured_step_seconds(events) == 0.5
-    assert measured_bits_per_second([]) is None and measured_step_seconds([]) is None
+    history = RunHistory()
+    history.update(RoundEndedEvent(sequence=0, mean_norm=1.0, bytes_sent=10**6, seconds=2.0))
+    history.update(RoundEndedEvent(sequence=1))
+    history.update(StepEvent(step=10, elapsed_seconds=5.0))
+    assert measured_bits_per_second(history) == 4e6 and measured_step_seconds(history) == 0.5
+    assert measured_bits_per_second(RunHistory()) is None and measured_step_seconds(RunHistory()) is None
     config, corpus = text
-    sizes = estimate.estimate(config, corpus.vocab_size, Place(2), processes=2, folder=tmp_path, events=events)
+    sizes = estimate.estimate(config, corpus.vocab_size, Place(2), processes=2, folder=tmp_path, history=history)
     assert sizes.round_seconds == {"4": pytest.approx(8 * sizes.round_bytes / 4e6)}
     assert sizes.bytes_per_day == pytest.approx(sizes.round_bytes * 86_400 / (3 * 0.5))
 

@@ -9,7 +9,8 @@ import pytest
 
 from diloco.core.config import SyncConfig
 from diloco.errors import ConfigError
-from diloco.history.log import EVENTS_FILE, Event
+from diloco.history.log import EVENTS_FILE
+from diloco.history.run_history import history_of
 from diloco.run_lock import run_lock
 from diloco.training.config.run import RunConfig
 from diloco.training.records.summary import (
@@ -20,6 +21,7 @@ from diloco.training.records.summary import (
     summarize,
     write_summary,
 )
+from support.event_log import Event
 
 CONFIG = RunConfig(steps=20, sync=SyncConfig(num_inner_steps=10))
 PARAMETERS = 1000
@@ -85,7 +87,7 @@ COMPLETE = [
 
 
 def test_a_complete_run_has_all_the_numbers_that_are_promised() -> None:
-    summary = summarize(CONFIG, COMPLETE)
+    summary = summarize(CONFIG, history_of(COMPLETE))
     assert summary.keys() >= PROMISED
     assert summary["status"] == "complete"
     assert summary["error"] is None
@@ -107,21 +109,21 @@ def test_a_complete_run_has_all_the_numbers_that_are_promised() -> None:
 
 
 def test_a_run_that_ended_before_its_last_step_is_stopped_not_complete() -> None:
-    summary = summarize(CONFIG, [*BEGINNING, *(ended("worker_finished", worker, 13) for worker in (0, 1))])
+    summary = summarize(CONFIG, history_of([*BEGINNING, *(ended("worker_finished", worker, 13) for worker in (0, 1))]))
     assert summary["status"] == "stopped"
     assert summary["inner_steps"] == 13
     assert summary["tokens"] == 2 * 13 * TOKENS_PER_STEP
 
 
 def test_a_run_with_an_error_is_failed_whatever_its_workers_said() -> None:
-    summary = summarize(CONFIG, COMPLETE, "worker 1 of 2 failed: killed by SIGKILL")
+    summary = summarize(CONFIG, history_of(COMPLETE), "worker 1 of 2 failed: killed by SIGKILL")
     assert summary["status"] == "failed"
     assert summary["error"] == "worker 1 of 2 failed: killed by SIGKILL"
 
 
 def test_a_failed_run_says_how_far_the_surviving_worker_came() -> None:
     last = ended("worker_failed", 0, 17, members=[member(0, 10), member(1, 10)], error="lost the others")
-    summary = summarize(CONFIG, [*BEGINNING, step(1, 14), last], "worker 1 of 2 failed")
+    summary = summarize(CONFIG, history_of([*BEGINNING, step(1, 14), last]), "worker 1 of 2 failed")
     assert summary["status"] == "failed"
     assert summary["inner_steps"] == 17
     assert summary["rounds"] == 1
@@ -130,21 +132,21 @@ def test_a_failed_run_says_how_far_the_surviving_worker_came() -> None:
 
 
 def test_a_worker_that_failed_is_never_a_complete_run_even_if_nobody_named_an_error() -> None:
-    assert summarize(CONFIG, [*BEGINNING, ended("worker_failed", 0)])["status"] == "failed"
-    assert summarize(CONFIG, BEGINNING)["status"] == "failed"
+    assert summarize(CONFIG, history_of([*BEGINNING, ended("worker_failed", 0)]))["status"] == "failed"
+    assert summarize(CONFIG, history_of(BEGINNING))["status"] == "failed"
 
 
 def test_a_run_that_was_stopped_before_any_worker_began_is_stopped_and_not_failed() -> None:
-    summary = summarize(CONFIG, [])
+    summary = summarize(CONFIG, history_of([]))
     assert (summary["status"], summary["error"]) == ("stopped", None)
-    assert summarize(CONFIG, [], "worker 0 of 2 failed")["status"] == "failed"
+    assert summarize(CONFIG, history_of([]), "worker 0 of 2 failed")["status"] == "failed"
 
 
 def test_if_all_workers_were_killed_steps_and_rounds_are_those_that_the_log_shows() -> None:
     rounds = [merged(0, 0, 10), merged(1, 0, 10), merged(0, 1, 15, failure="late"), merged(1, 1, 15, failure="late")]
     nobody_had_work = merged(0, 2, 15, mean_norm=None)
     events = [*BEGINNING, step(0, 10, rounds=0), *rounds, nobody_had_work, step(0, 18, rounds=1)]
-    summary = summarize(CONFIG, events, "killed")
+    summary = summarize(CONFIG, history_of(events), "killed")
     assert summary["inner_steps"] == 18
     assert summary["rounds"] == 1
     assert summary["rounds_failed"] == 1
@@ -153,7 +155,7 @@ def test_if_all_workers_were_killed_steps_and_rounds_are_those_that_the_log_show
 
 
 def test_without_any_event_there_is_a_summary_of_nothing_and_it_is_not_complete() -> None:
-    summary = summarize(CONFIG, [])
+    summary = summarize(CONFIG, history_of([]))
     assert summary.keys() >= PROMISED
     assert summary["status"] != "complete"
     assert summary["inner_steps"] == summary["rounds"] == summary["tokens"] == summary["bytes_sent_per_worker"] == 0
@@ -165,13 +167,13 @@ def test_without_any_event_there_is_a_summary_of_nothing_and_it_is_not_complete(
 
 def test_the_first_evaluation_counts_as_the_beginning_only_if_it_was_at_the_beginning() -> None:
     events = [started(0), validation(10, 4.0), validation(20, 3.0), ended("worker_finished", 0)]
-    assert summarize(CONFIG, events)["initial_validation_perplexity"] is None
+    assert summarize(CONFIG, history_of(events))["initial_validation_perplexity"] is None
 
 
 def test_one_worker_sends_nothing_and_has_no_reduction() -> None:
     alone = [member(0, 20, sent=0)]
     first = {**started(0), "workers": 1}
-    summary = summarize(CONFIG, [first, ended("worker_finished", 0, members=alone, bytes_sent=0)])
+    summary = summarize(CONFIG, history_of([first, ended("worker_finished", 0, members=alone, bytes_sent=0)]))
     assert summary["workers"] == 1
     assert summary["data_parallel_bytes_per_worker"] == 0
     assert summary["communication_reduction"] is None
@@ -183,14 +185,14 @@ def test_data_parallel_bytes_are_a_reduce_scatter_and_an_all_gather_of_fp32(work
 
 
 def test_the_baseline_counts_one_inner_step_a_round() -> None:
-    assert summarize(RunConfig(mode="data-parallel"), COMPLETE)["num_inner_steps"] == 1
+    assert summarize(RunConfig(mode="data-parallel"), history_of(COMPLETE))["num_inner_steps"] == 1
 
 
 def test_a_written_summary_is_read_again_and_nothing_else_is_left(tmp_path: Path) -> None:
     lines = [json.dumps(event) + "\n" for event in COMPLETE]
     (tmp_path / EVENTS_FILE).write_text("".join(lines))
     written = write_summary(tmp_path, CONFIG)
-    assert read_summary(tmp_path) == written == summarize(CONFIG, COMPLETE)
+    assert read_summary(tmp_path) == written == summarize(CONFIG, history_of(COMPLETE))
     assert {path.name for path in tmp_path.iterdir()} == {EVENTS_FILE, SUMMARY_FILE}
 
 
@@ -221,7 +223,7 @@ def test_the_gap_is_the_relative_difference_in_perplexity_and_positive_if_worse(
 
 
 def test_the_summary_of_a_version_that_dropped_no_rounds_is_read(tmp_path: Path) -> None:
-    summary = summarize(CONFIG, [started(0), step(0, 10)])
+    summary = summarize(CONFIG, history_of([started(0), step(0, 10)]))
     del summary["rounds_dropped"]
     (tmp_path / SUMMARY_FILE).write_text(json.dumps(summary))
     assert read_summary(tmp_path) == summary

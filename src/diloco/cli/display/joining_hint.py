@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from diloco.history.log import EventReader
+from diloco.history.run_history import LiveHistory
 from diloco.own_command import command
 from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.training.config.run import RunConfig
@@ -22,11 +22,12 @@ _SEARCHING = (
 )
 
 
-def joining_hint(console: Console, config: RunConfig, folder: Path) -> Callable[[], None]:
+def joining_hint(console: Console, config: RunConfig, live: LiveHistory) -> Callable[[], None]:
     """A function to call several times a second. Once a worker of this machine is in the swarm it prints, one time, how
-    others can join; after _PATIENT_SECONDS without one, what the worker waits for."""
-    reader, printed = EventReader(folder), False
-    reader.skip()
+    others can join; after _PATIENT_SECONDS without one, what the worker waits for. What `live` has by now is of earlier
+    starts."""
+    begins = live.history.clock.last or 0.0
+    printed = False
     patient_until = time.monotonic() + _PATIENT_SECONDS
 
     def poll() -> None:
@@ -36,10 +37,10 @@ def joining_hint(console: Console, config: RunConfig, folder: Path) -> Callable[
         if time.monotonic() > patient_until:
             patient_until = math.inf
             console.print(Text(_SEARCHING), soft_wrap=True)
-        for event in reader.new_events():
-            if event["type"] == "swarm" and not printed:
-                printed = True
-                _print_hint(console, config, folder, bool(event["founded"]), bool(event["going_on"]))
+        entered = live.history.swarm
+        if entered is not None and entered.time > begins:
+            printed = True
+            _print_hint(console, config, live.folder, entered.founded, entered.going_on)
 
     return poll
 

@@ -14,9 +14,10 @@ from rich.text import Text
 
 from diloco.cli.display.report import megabytes
 from diloco.cli.display.view import RunView, duration
-from diloco.history.counts import MemberView, WorkerView
-from diloco.history.log import EventReader
-from diloco.history.notes import printable
+from diloco.history.figures import MemberFigures
+from diloco.history.notes import Note, printable
+from diloco.history.run_history import LiveHistory, RunHistory
+from diloco.history.workers import WorkerHistory
 from diloco.models.pretrained import short_name
 from diloco.training.config.run import RunConfig, turns
 
@@ -45,12 +46,15 @@ class Display:
 
     def __init__(self, console: Console, config: RunConfig) -> None:
         self.console = console
-        self.view = RunView(config)
+        self.config = config
+        self._history = RunHistory()
+        self._folder: Path | None = None
+        self._stopping = False
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._next = 0.0
         self._stage = ""
         self._validations_shown = 0
-        self._notes_shown = 0
+        self._last_note: Note | None = None
         self._doing: str | None = None
         self._doing_since = time.monotonic()
         self._line = ""
@@ -71,8 +75,16 @@ class Display:
         normally."""
         if self._live is not None:
             self._live.stop()
-        elif self._told_step != self.view.step and self.view.doing is None:
-            self._print_line(plain_line(self.view))
+        elif self._told_step != (view := self.view()).step and view.doing is None:
+            self._print_line(view)
+
+    def view(self) -> RunView:
+        """The run as it is now."""
+        view = RunView(self.config, self._history)
+        view.folder = self._folder
+        view.stopping = self._stopping
+        view.doing_seconds = time.monotonic() - self._doing_since
+        return view
 
     def show_preparation(self, stage: str, done: int, total: int | None) -> None:
         """Show the progress of the data preparation; `total` is None if unknown."""
@@ -85,21 +97,21 @@ class Display:
             self._stage = stage
             self.console.print(f"preparing the data: {stage}", highlight=False)
 
-    def follow(self, folder: Path, *, resumed: bool = False) -> Callable[[], None]:
-        """A function to call several times a second during the run. `resumed`: do not repeat earlier notes."""
-        reader = EventReader(folder)
-        self.view.folder = folder
+    def follow(self, live: LiveHistory, *, resumed: bool = False) -> Callable[[], None]:
+        """A function to call several times a second during the run, each time after `live` was brought up to date.
+
+        `resumed`: what `live` has by now is of earlier starts, whose notes are not repeated.
+        """
+        self._history = live.history
+        self._folder = live.folder
         if resumed:
-            for event in reader.new_events():
-                self.view.update(event)
-            self.view.notes.clear()
-            self._validations_shown = len(self.view.validations)
+            self._last_note = live.history.notes.last
+            self._validations_shown = len(RunView(self.config, live.history).perplexities)
         if self._live is None:
-            self.console.print(Text(f"run folder: {folder}"), soft_wrap=True)
+            self.console.print(Text(f"run folder: {live.folder}"), soft_wrap=True)
 
         def poll() -> None:
-            for event in reader.new_events():
-                self.view.update(event)
+            self._history = live.history
             self._show()
 
         return poll
@@ -108,10 +120,10 @@ class Display:
         """`stop`, with a message on the screen at its first call."""
 
         def announced() -> None:
-            if not self.view.stopping:
-                self.view.stopping = True
+            if not self._stopping:
+                self._stopping = True
                 if self._live is None:
-                    self.console.print(_stopping(self.view), highlight=False)
+                    self.console.print(_stopping(self.view()), highlight=False)
             stop()
 
         return announced
@@ -124,30 +136,34 @@ class Display:
         return True
 
     def _show(self) -> None:
-        new = self.view.doing != self._doing
-        if new:
-            self._doing, self._doing_since = self.view.doing, time.monotonic()
-        self.view.doing_seconds = time.monotonic() - self._doing_since
-        if self._live is not None:
-            if self._due(_REFRESH_SECONDS):
-                self._live.update(render(self.view), refresh=True)
+        if self._live is not None and not self._due(_REFRESH_SECONDS):
             return
-        for note in self.view.notes[self._notes_shown :]:
-            self.console.print(Text(note), soft_wrap=True)
-        self._notes_shown = len(self.view.notes)
-        self._validations_shown = min(self._validations_shown, len(self.view.validations))
-        for step, perplexity in self.view.validations[self._validations_shown :]:
+        view = self.view()
+        new = view.doing != self._doing
+        if new:
+            self._doing = view.doing
+            self._doing_since = time.monotonic()
+            view.doing_seconds = 0.0
+        if self._live is not None:
+            self._live.update(render(view), refresh=True)
+            return
+        for note in self._history.notes.since(self._last_note):
+            self.console.print(Text(note.text), soft_wrap=True)
+        self._last_note = self._history.notes.last
+        self._validations_shown = min(self._validations_shown, len(view.perplexities))
+        for step, perplexity in view.perplexities[self._validations_shown :]:
             self.console.print(f"step {step}: validation perplexity {perplexity:.2f}", highlight=False)
-        self._validations_shown = len(self.view.validations)
+        self._validations_shown = len(view.perplexities)
         if (new and self._doing is not None) or self._due(_PLAIN_SECONDS):
             self._next = time.monotonic() + _PLAIN_SECONDS
-            self._print_line(plain_line(self.view))
+            self._print_line(view)
 
-    def _print_line(self, line: str) -> None:
+    def _print_line(self, view: RunView) -> None:
+        line = plain_line(view)
         if line != self._line:  # where a step takes long, a line would come several times
             self.console.print(line, highlight=False, soft_wrap=True)
         self._line = line
-        self._told_step = self.view.step
+        self._told_step = view.step
 
 
 def plain_line(view: RunView) -> str:
@@ -155,9 +171,9 @@ def plain_line(view: RunView) -> str:
         return f"step {view.step}/{view.config.steps}  {_doing(view)}"
     loss = f"{view.loss:.3f}" if view.loss is not None else "-"
     return (
-        f"step {view.step}/{view.config.steps}  loss {loss}  {view.tokens_per_second:,.0f} tokens/s  "
-        f"rounds {view.rounds}  on rounds {view.sync_share:.1%}  members {view.members}  "
-        f"left {duration(view.seconds_left)}"
+        f"step {view.step}/{view.config.steps}  loss {loss}  {view.tokens_per_second_here:,.0f} tokens/s  "
+        f"rounds {view.rounds_told}  on rounds {view.sync_share:.1%}  members {view.history.present}  "
+        f"left {duration(view.time_left)}"
     )
 
 
@@ -169,38 +185,38 @@ def _doing(view: RunView) -> str:
 
 def render(view: RunView) -> RenderableType:
     """The whole display."""
-    more = [Text(note, style="yellow") for note in view.notes[-_NOTES:]]
-    if view.checkpoint_step:
-        more.append(Text(f"checkpoint of step {view.checkpoint_step}", style="dim"))
+    more = [Text(line, style="yellow") for line in view.history.notes.lines[-_NOTES:]]
+    if view.history.checkpoint_step:
+        more.append(Text(f"checkpoint of step {view.history.checkpoint_step}", style="dim"))
     if view.folder is not None:
         more.append(Text(f"run folder: {view.folder}", style="dim"))
     if view.stopping:
         more.append(Text(_stopping(view), style="bold yellow"))
-    if not view.members:  # no worker has started
+    if not view.history.present:  # no worker has started
         return Group(_title(view), _progress(view), *more)
-    swarm = [_swarm(view), Text()] if view.swarm else []
+    swarm = [_swarm(view), Text()] if _listed(view) else []
     return Group(_title(view), _progress(view), Text(), _workers(view), *swarm, _round(view), _validation(view), *more)
 
 
 def _stopping(view: RunView) -> str:
     if view.config.engine != "swarm":
         return _STOPPING
-    return _LEAVING if view.members > 1 else _LEAVING_ALONE
+    return _LEAVING if view.history.present > 1 else _LEAVING_ALONE
 
 
 def _title(view: RunView) -> Text:
     config = view.config
-    size = f", {view.parameters / 1e6:.2f}M parameters" if view.parameters else ""
-    what = f"{short_name(config.model.name)}{size} · {config.mode} · {view.expected_workers} workers"
+    size = f", {view.history.parameters / 1e6:.2f}M parameters" if view.history.parameters else ""
+    what = f"{short_name(config.model.name)}{size} · {config.mode} · {view.workers_here} workers"
     if config.engine == "swarm":
-        what = f"{short_name(config.model.name)}{size} · {_of_how_many(view)} · {view.expected_workers} here"
+        what = f"{short_name(config.model.name)}{size} · {_of_how_many(view)} · {view.workers_here} here"
     if config.mode == "diloco":
         what += f" · H = {config.sync.num_inner_steps} · {config.sync.codec}"
     return Text.assemble(("diloco ", "bold cyan"), what)
 
 
 def _of_how_many(view: RunView) -> str:
-    return f"a swarm of {view.members}" if view.members else "a swarm"
+    return f"a swarm of {view.history.present}" if view.history.present else "a swarm"
 
 
 def _progress(view: RunView) -> RenderableType:
@@ -209,9 +225,9 @@ def _progress(view: RunView) -> RenderableType:
     if view.doing is not None:
         turn = _SPINNER[int(view.doing_seconds / _REFRESH_SECONDS) % len(_SPINNER)]
         return Group(Text(progress), Text(f"{turn} {_doing(view)}", style="bold"))
-    speed = f"{view.tokens_per_second:,.0f} tokens/s"
+    speed = f"{view.tokens_per_second_here:,.0f} tokens/s"
     line.add_row(
-        ProgressBar(view.config.steps, view.step, width=_BAR), progress, speed, f"left {duration(view.seconds_left)}"
+        ProgressBar(view.config.steps, view.step, width=_BAR), progress, speed, f"left {duration(view.time_left)}"
     )
     return line
 
@@ -220,7 +236,7 @@ def _workers(view: RunView) -> RenderableType:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in ("worker", "step", "loss", "tokens/s", "on rounds", "sent", ""):
         table.add_column(name, justify="left" if name in ("worker", "") else "right")
-    for number, worker in sorted(view.workers.items()):
+    for number, worker in view.history.local_workers.items():
         table.add_row(str(number), *_worker_cells(worker))
     return table
 
@@ -230,31 +246,40 @@ def _swarm(view: RunView) -> RenderableType:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in ("member", "where", "step", "behind", "loss", "last contribution", ""):
         table.add_column(name, justify="left" if name in ("member", "where", "") else "right")
-    first = max((member.step for member in view.swarm.values()), default=0)
-    for number, member in sorted(view.swarm.items()):
-        if number not in view.workers:
-            table.add_row(str(number), *_member_cells(member, first))
+    members = _listed(view)
+    first = max((int(member.values["step"] or 0) for member in members), default=0)
+    for member in members:
+        if member.number not in view.history.local_workers:
+            table.add_row(str(member.number), *_member_cells(member, first))
     return table if table.row_count else Text("no other members", style="dim")
 
 
-def _member_cells(member: MemberView, first: int) -> list[str]:
+def _listed(view: RunView) -> list[MemberFigures]:
+    """The members of the swarm's last list, and those that were in a round since."""
+    return [member for member in view.members if member.number in view.history.members.listed]
+
+
+def _member_cells(member: MemberFigures, first: int) -> list[str]:
+    values = member.values
+    step = int(values["step"] or 0)
     return [
-        printable(member.where),
-        str(member.step),
-        str(max(0, first - member.step)),
-        "-" if member.loss is None else f"{member.loss:.3f}",
-        "none yet" if member.contributed is None else f"round {member.contributed}",
+        printable(member.label),
+        str(step),
+        str(max(0, first - step)),
+        "-" if values["loss"] is None else f"{values['loss']:.3f}",
+        "none yet" if values["contributed"] is None else f"round {int(values['contributed'])}",
         member.state,
     ]
 
 
-def _worker_cells(worker: WorkerView) -> list[str]:
+def _worker_cells(worker: WorkerHistory) -> list[str]:
+    progress = worker.progress
     return [
-        str(worker.step),
-        "-" if worker.loss is None else f"{worker.loss:.3f}",
-        f"{worker.tokens_per_second:,.0f}" if worker.has_logged else "-",
-        f"{worker.sync_share:.1%}" if worker.has_logged else "-",
-        megabytes(worker.bytes_sent) if worker.bytes_sent else "-",
+        str(progress.step),
+        "-" if progress.loss is None else f"{progress.loss:.3f}",
+        f"{progress.tokens_per_second:,.0f}" if worker.has_logged else "-",
+        f"{progress.sync_share:.1%}" if worker.has_logged else "-",
+        megabytes(progress.bytes_sent) if progress.bytes_sent else "-",
         worker.state,
     ]
 
@@ -267,32 +292,34 @@ def _round(view: RunView) -> Text:
         alone = view.config.engine == "swarm"
         doing = "one worker trains alone, others wait," if alone else "averaging gradients"
         return Text(f"warm start: {doing} up to step {warm} · first round after step {warm + H}", "dim")
-    if view.round_in_progress is not None:
-        state = f"round {view.round_in_progress} in progress"
+    if view.history.rounds.in_progress is not None:
+        state = f"round {view.history.rounds.in_progress} in progress"
     elif view.config.sync.fragments > 1 or view.config.sync.fragments_by_hand:
         state = f"every fragment once in {H} steps{' or more' if view.config.sync.growth else ''}"
     else:
         schedule = turns(view.config)
         state = f"next round in {schedule.post_step(schedule.posts_until(view.step)) - view.step} steps"
-    last = f" · last took {view.last_round_seconds:.2f} s" if view.last_round_seconds is not None else ""
-    alike = f" · similarity {view.similarity:.2f}" if view.similarity is not None else ""
-    lost = f" · codec error {view.codec_error:.2g}" if view.codec_error is not None else ""
-    trouble = f" · {view.rounds_failed} failed" if view.rounds_failed else ""
+    told = view.last_round.statistics if view.last_round is not None else {}
+    last = f" · last took {seconds:.2f} s" if (seconds := told.get("seconds")) is not None else ""
+    alike = f" · similarity {similarity:.2f}" if (similarity := told.get("similarity")) is not None else ""
+    lost = f" · codec error {error:.2g}" if (error := told.get("codec_error")) is not None else ""
+    trouble = f" · {view.failed_rounds} failed" if view.failed_rounds else ""
     refused = f" · {view.refused} contributions refused" if view.refused else ""
-    rounds = "1 round" if view.rounds == 1 else f"{view.rounds} rounds"
+    rounds = "1 round" if view.rounds_told == 1 else f"{view.rounds_told} rounds"
     # The title has the members of a swarm, and how many workers a fixed set has.
-    shown = view.config.engine == "swarm" or view.members == view.expected_workers
+    shown = view.config.engine == "swarm" or view.history.present == view.workers_here
     members = "" if shown else f" · {_members(view)}"
     return Text(f"{rounds}{trouble}{refused} · {state}{last}{alike}{lost}{members}", style="dim")
 
 
 def _members(view: RunView) -> str:
-    return "1 member" if view.members == 1 else f"{view.members} members"
+    return "1 member" if view.history.present == 1 else f"{view.history.present} members"
 
 
 def _validation(view: RunView) -> Text:
-    if not view.validations:
+    if not view.perplexities:
         return Text("validation perplexity: after the first round", style="dim")
-    points = "  ".join(f"{step}: {perplexity:,.1f}" for step, perplexity in view.validations[-4:])
-    unigram = f"   (unigram {view.unigram_perplexity:,.0f})" if view.unigram_perplexity else ""
-    return Text.assemble("validation perplexity  ", (points, "bold green"), (unigram, "dim"))
+    points = "  ".join(f"{step}: {perplexity:,.1f}" for step, perplexity in view.perplexities[-4:])
+    unigram = view.history.unigram_perplexity
+    guessed = f"   (unigram {unigram:,.0f})" if unigram else ""
+    return Text.assemble("validation perplexity  ", (points, "bold green"), (guessed, "dim"))

@@ -9,9 +9,8 @@ from rich.text import Text
 
 from diloco.cli.display.terminal_plot import loss_plot
 from diloco.cli.display.view import duration
-from diloco.history import resuming as history
-from diloco.history.log import read_events
 from diloco.history.notes import printable
+from diloco.history.run_history import read_history
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.records.run_folder import resume_command
 from diloco.training.records.summary import Summary
@@ -32,19 +31,18 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
     for name, value in _rows(summary):
         table.add_row(name, value)
     console.print(Panel(table, title=f"diloco · {summary['status']}", title_align="left", expand=False))
-    events = read_events(folder)
-    plot = loss_plot(events, console)
+    history = read_history(folder)
+    plot = loss_plot(history, console)
     if plot is not None:
         console.print(plot)
-    latest = history.latest_start(events)  # an earlier one may have written a sample
-    sample = next((event for event in reversed(latest) if event["type"] == "sample"), None)
+    sample = history.latest_start.sample  # an earlier one may have written another
     if sample is not None:
-        text = Text.assemble((printable(sample["prompt"]), "bold"), printable(sample["text"]))
+        text = Text.assemble((printable(sample.prompt), "bold"), printable(sample.text))
         console.print(Panel(text, title="a sample of the model", title_align="left", expand=False))
     if sentence := savings(summary):
         console.print(Text(sentence), soft_wrap=True)
     console.print(Text(f"run folder: {folder}"), soft_wrap=True)
-    can_go_on = summary["status"] != "complete" and not history.would_end_the_same(events)
+    can_go_on = summary["status"] != "complete" and not history.latest_start.would_end_the_same
     if can_go_on and find_checkpoints(folder)[0]:
         console.print(Text(f"to continue: {resume_command(folder)}"), soft_wrap=True)
 

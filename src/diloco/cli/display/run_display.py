@@ -15,6 +15,7 @@ from diloco.cli.display.live import Display
 from diloco.cli.display.report import print_report
 from diloco.cli.display.sizes import sizes_printer
 from diloco.dashboard.process import LOOPBACK, DashboardProcess, check_installed, link, listen
+from diloco.history.run_history import LiveHistory
 from diloco.sinks.process import SinkProcesses
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.start import EndedRun, Observer, Poll
@@ -52,16 +53,23 @@ class RunDisplay(Observer):
     def follow(self, folder: Path, *, resumed: bool) -> Iterator[Poll]:
         with ExitStack() as beside:
             sinks = beside.enter_context(SinkProcesses(self._config.sink_names, folder, self.note))
-            polls = [sizes_printer(self._console, folder), self._display.follow(folder, resumed=resumed), sinks.poll]
+            live = LiveHistory(folder, elastic=self._config.engine == "swarm")
+            live.refresh()
+            polls: list[Callable[[], object]] = [
+                live.refresh,
+                sizes_printer(self._console, live),
+                self._display.follow(live, resumed=resumed),
+                sinks.poll,
+            ]
             if self._listener is not None:
                 self._console.print(Text(f"dashboard: {link(self._listener, LOOPBACK, None)}"), soft_wrap=True)
                 polls.append(beside.enter_context(DashboardProcess(self._listener, folder, self.note)).poll)
             if self._config.engine == "swarm":
-                polls.append(joining_hint(self._console, self._config, folder))
+                polls.append(joining_hint(self._console, self._config, live))
 
             def poll() -> None:
-                for one in polls:
-                    one()
+                for each in polls:
+                    each()
 
             try:
                 yield poll

@@ -1,14 +1,14 @@
 """The sizes of a run in words: three lines when it starts, a table for `--estimate`, the measured rate after rounds."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diloco.history.log import Event, EventReader
+from diloco.history.rounds import RoundHistory
+from diloco.history.run_history import LiveHistory
 from diloco.training.sizes.room import size_text
 
 Sizes = Mapping[str, Any]
@@ -121,39 +121,40 @@ def estimate_table(sizes: Sizes) -> Table:
     return table
 
 
-def sizes_printer(console: Console, folder: Path) -> Callable[[], None]:
-    """A function to call several times a second: prints the lines of the event `sizes`, and what two rounds took."""
-    reader = EventReader(folder)
-    reader.skip()
+def sizes_printer(console: Console, live: LiveHistory) -> Callable[[], None]:
+    """A function to call several times a second: prints the lines of the event `sizes`, and what two rounds took.
+
+    What `live` has by now is of earlier starts.
+    """
+    begins = live.history.clock.last or 0.0
     told = measured = False
-    rounds: list[Event] = []
 
     def poll() -> None:
         nonlocal told, measured
         if told and measured:
             return
-        for event in reader.new_events():
-            if event["type"] == "sizes" and not told:
-                told = True
-                for line in size_lines(event):
-                    console.print(Text(line), soft_wrap=not console.is_terminal, highlight=False)
-                for warning in event["warnings"]:
-                    console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True, highlight=False)
-            if event["type"] == "round" and event["fragment"] == 0 and event["mean_norm"] is not None:
-                rounds.append(event)
-                mine = [one for one in rounds if one["worker"] == rounds[0]["worker"]]
-                if len(mine) > 1 and not measured:
-                    measured = True
-                    if (took := measured_line(*mine[:2])) is not None:
-                        console.print(Text(took), soft_wrap=not console.is_terminal, highlight=False)
+        event = live.history.sizes
+        if event is not None and event.time > begins and not told:
+            told = True
+            for line in size_lines(event.sizes):
+                console.print(Text(line), soft_wrap=not console.is_terminal, highlight=False)
+            for warning in event.warnings:
+                console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True, highlight=False)
+        rounds = [one for one in live.history.rounds.until(None) if one.merged and one.time > begins]
+        first, second = ([one for one in rounds if one.fragment == 0] + [None, None])[:2]
+        if first is not None and second is not None and not measured:
+            measured = True
+            if (line_ := measured_line(first, second)) is not None:
+                console.print(Text(line_), soft_wrap=not console.is_terminal, highlight=False)
 
     return poll
 
 
-def measured_line(first: Event, second: Event) -> str | None:
-    """What a round really took, and what that is in a day, by two rounds of one worker; None if nothing was sent."""
-    sent, took = second["bytes_sent"], second["seconds"]
-    between = second["time"] - first["time"]
+def measured_line(first: RoundHistory, second: RoundHistory) -> str | None:
+    """What a round really took, and what that is in a day, by two rounds; None if nothing was sent."""
+    sent = second.bytes_sent
+    took = second.statistics["seconds"]
+    between = second.time - first.time
     if not sent or not took or between <= 0:
         return None
     return (

@@ -2,13 +2,13 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 
 from rich.console import Console
 from rich.text import Text
 
-from diloco.history.log import Event
+from diloco.history.run_history import RunHistory
 from diloco.plots.panels import Series
 from diloco.plots.plotted_run import PlottedRun
 from diloco.plots.runs import panels_of
@@ -21,10 +21,10 @@ _BRAILLE = {"training": "⠒⠒", "point": "●", "side": "│", "tick": "┤", 
 _ASCII = {"training": "..", "point": "o", "side": "|", "tick": "+", "corner": "+", "bottom": "-"}
 
 
-def loss_plot(events: Sequence[Event], console: Console) -> Text | None:
+def loss_plot(history: RunHistory, console: Console) -> Text | None:
     """Eight lines: the loss over steps, with the validations as points; None if there are not two steps to draw."""
-    run = PlottedRun.of("", events)
-    if len({event["step"] for event in run.steps if event.get("loss") is not None}) < 2:
+    run = PlottedRun("", history)
+    if len({row.step for row in run.steps if not math.isnan(row.loss)}) < 2:
         return None
     drawn = {series.label: series for series in panels_of([run], ["steps"])[0].series}
     line, validation = _points(drawn.get("training")), _points(drawn.get("validation"))

@@ -1,56 +1,56 @@
-"""The current state of a run, from its events: no terminal, no clock, no files."""
+"""The current state of a run as the terminal shows it, from its history: no terminal, no clock, no files."""
 
 from pathlib import Path
 
-from diloco.history.counts import RunCounts
-from diloco.history.log import Event
-from diloco.history.notes import RunNotes
-from diloco.history.progress import DOING, seconds_left
+from diloco.history.figures import RunFigures
+from diloco.history.run_history import RunHistory
+from diloco.history.workers import DOING
 from diloco.training.config.run import RunConfig
 
 
-class RunView(RunCounts):
-    """The counts, and what the display tells besides."""
+class RunView(RunFigures):
+    """The figures of a run now, and what the display tells besides."""
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(elastic=config.engine == "swarm")
+    def __init__(self, config: RunConfig, history: RunHistory) -> None:
+        super().__init__(history, elastic=config.engine == "swarm")
         self.config = config
         self.folder: Path | None = None
         self.stopping = False
         self.doing_seconds = 0.0
         """For how long the workers have been `doing` the same."""
-        self.expected_workers = config.workers
-        self._notes = RunNotes()
-
-    def update(self, event: Event) -> None:
-        super().update(event)
-        if event["type"] == "worker_started" and not self.elastic:
-            self.expected_workers = event["workers"]
-        self._notes.update(event, self.workers)
 
     @property
-    def notes(self) -> list[str]:
-        """What happened besides steps and rounds, one line each."""
-        return self._notes.lines
+    def time_left(self) -> float | None:
+        """The seconds until the run's last step."""
+        return self.seconds_left(self.config.steps)
+
+    @property
+    def sync_share(self) -> float:
+        """The share of the time that was spent on rounds, averaged over the workers of this machine."""
+        shares = [worker.progress.sync_share for worker in self.history.local_workers.values()]
+        return sum(shares) / len(shares) if shares else 0.0
+
+    @property
+    def workers_here(self) -> int:
+        """How many workers this machine is to have."""
+        started = self.history.started
+        return self.config.workers if started is None or self.elastic else started.workers
 
     @property
     def doing(self) -> str | None:
         """What the workers do before the first step is logged; None from then on."""
-        if any(worker.has_logged for worker in self.workers.values()):
+        workers = self.history.local_workers.values()
+        if any(worker.has_logged for worker in workers):
             return None
-        if len(self.workers) < self.expected_workers:
-            return "starting the workers"
-        taken = [one.first_step_seconds for one in self.workers.values() if one.first_step_seconds is not None]
-        if len(taken) == len(self.workers):
+        if len(workers) < self.workers_here:
+            return DOING["starting"]
+        taken = [worker.first_step_seconds for worker in workers if worker.first_step_seconds is not None]
+        if len(taken) == len(workers):
             interval = self.config.training.log_interval
             shown = f"every {interval} steps" if interval < self.config.steps else "at the end"
             return f"training: the first step took {max(taken):.1f} s, the loss is shown {shown}"
-        state = next(one.state for one in self.workers.values() if one.first_step_seconds is None)
-        return DOING.get(state, state or DOING["started"])
-
-    @property
-    def seconds_left(self) -> float | None:
-        return seconds_left(self.workers.values(), self.config.steps, elastic=self.elastic)
+        state = next(worker.state for worker in workers if worker.first_step_seconds is None)
+        return DOING.get(state, state or DOING["starting"])
 
 
 def duration(seconds: float | None) -> str:

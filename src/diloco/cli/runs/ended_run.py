@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from diloco.cli.display.view import duration
 from diloco.errors import ConfigError
-from diloco.history import resuming as history
-from diloco.history.log import read_events
+from diloco.history.run_history import read_history
 from diloco.run_lock import is_training
 from diloco.swarm.run_files import INVITATION_FILES, SWARM_FOLDER
 from diloco.training.config.run_file import read_run_file
@@ -84,6 +83,6 @@ def describe_end(folder: Path, summary: Summary) -> list[str]:
     if status != "complete":
         if summary.get("engine") == "swarm":
             lines.append("no worker answers: the others have ended too, or cannot be reached from here")
-        if not history.would_end_the_same(read_events(folder)):
+        if not read_history(folder).latest_start.would_end_the_same:
             lines.append(f"to continue: {resume_command(folder)}")
     return lines

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from diloco.cli.config_parser import parse_config
 from diloco.errors import ConfigError, DiLoCoError
-from diloco.history.log import read_events
+from diloco.history.run_history import history_until
 from diloco.models.folders import check_unused, size_bytes
 from diloco.training.config.run_file import merge, read_run_file
 from diloco.training.records.model_card import model_card
@@ -97,7 +97,7 @@ def _saved(run: Path, checkpoint: str, dtype: str, adapter: bool) -> Iterator[tu
     found = find_checkpoint(run, None if checkpoint == "latest" else int(checkpoint))
     config = parse_config([token for token in merge([f"--resume={run}"])[0] if not token.startswith("--resume")])
     model, corpus = checkpoint_model(config, found)
-    summary = summarize(config, [event for event in read_events(run) if event.get("step", 0) <= found.step])
+    summary = summarize(config, history_until(run, found.step))
     summary |= {"inner_steps": found.step}
     card = model_card(summary, read_run_file(run / RUN_FILE), dtype=dtype, checkpoint_of=config.steps, adapter=adapter)
     with TemporaryDirectory(dir=run, prefix=".export-") as temporary:

@@ -20,10 +20,10 @@ from diloco.cli.config_parser import HYPHEN
 from diloco.cli.display.view import duration
 from diloco.cli.runs.ended_run import describe_end, folder_of, summary_of
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RendezvousError
-from diloco.history.counts import RunCounts
-from diloco.history.log import EVENTS_FILE, read_events
+from diloco.history.figures import RunFigures
+from diloco.history.log import EVENTS_FILE
 from diloco.history.notes import printable
-from diloco.history.progress import seconds_left
+from diloco.history.run_history import LiveHistory, read_history
 from diloco.run_lock import is_training
 from diloco.swarm.installed import check_swarm
 from diloco.swarm.run_files import SWARM_FOLDER
@@ -123,47 +123,43 @@ def _summary_without_swarm(folder: Path) -> Summary:
     summary = summary_of(folder)
     if summary is not None:
         return summary
+    ended_at = progress_line(folder, RunFigures(read_history(folder)))
     raise ConfigError(
         f"{folder} is not a run of a swarm, whose workers could be asked. It ended without a summary (killed, or its "
-        f"disk was full) at {progress_line(folder, _counted(folder))}: {resume_command(folder)} continues it; what it "
-        f"has done so far is in {folder / EVENTS_FILE}"
+        f"disk was full) at {ended_at}: {resume_command(folder)} continues it; what it has done so far is in "
+        f"{folder / EVENTS_FILE}"
     )
 
 
-def _counted(folder: Path) -> RunCounts:
-    counts = RunCounts()
-    for event in read_events(folder):
-        counts.update(event)
-    return counts
-
-
-def progress_line(folder: Path, counts: RunCounts) -> str:
+def progress_line(folder: Path, figures: RunFigures) -> str:
     """How far a run with a fixed set of workers is, from its log."""
     steps = read_run_file(folder / RUN_FILE).get("steps")
-    parts = [f"step {counts.step:,}" + (f" of {steps:,} ({counts.step / steps:.0%})" if steps else "")]
-    if counts.loss is not None:
-        parts.append(f"loss {counts.loss:.3f}")
-    if counts.validations:
-        step, perplexity = counts.validations[-1]
+    parts = [f"step {figures.step:,}" + (f" of {steps:,} ({figures.step / steps:.0%})" if steps else "")]
+    if figures.loss is not None:
+        parts.append(f"loss {figures.loss:.3f}")
+    if figures.perplexities:
+        step, perplexity = figures.perplexities[-1]
         parts.append(f"validation perplexity {perplexity:.2f} at step {step:,}")
-    if counts.tokens_per_second:
-        parts.append(f"{counts.tokens_per_second:,.0f} tokens/s")
-    parts.append("1 round" if counts.rounds == 1 else f"{counts.rounds:,} rounds")
-    left = seconds_left(counts.workers.values(), steps, elastic=False) if steps else None
+    if figures.tokens_per_second_here:
+        parts.append(f"{figures.tokens_per_second_here:,.0f} tokens/s")
+    parts.append("1 round" if figures.rounds_told == 1 else f"{figures.rounds_told:,} rounds")
+    left = figures.seconds_left(steps)
     return " · ".join(parts) if left is None else " · ".join([*parts, f"left {duration(left)}"])
 
 
 def _show_progress(folder: Path, *, watch: bool, as_json: bool) -> None:
     """A run on this machine that trains now; with `watch` until it has ended, or until Ctrl-C."""
+    live = LiveHistory(folder)
+    live.refresh()
     if as_json:
-        counts = _counted(folder)
-        told = {"step": counts.step, "loss": counts.loss, "rounds": counts.rounds, "validations": counts.validations}
-        told["tokens_per_second"] = counts.tokens_per_second
+        now = RunFigures(live.history)
+        told = {"step": now.step, "loss": now.loss, "rounds": now.rounds_told, "validations": now.perplexities}
+        told["tokens_per_second"] = now.tokens_per_second_here
         print(json.dumps({"folder": str(folder), "status": "training", **told}, indent=1))
         return
     console = Console()
     while True:
-        console.print(Text(f"training: {progress_line(folder, _counted(folder))}"), soft_wrap=True)
+        console.print(Text(f"training: {progress_line(folder, RunFigures(live.history))}"), soft_wrap=True)
         if not watch:
             return
         try:
@@ -172,6 +168,7 @@ def _show_progress(folder: Path, *, watch: bool, as_json: bool) -> None:
             return
         if not is_training(folder):
             return
+        live.refresh()
 
 
 def _asking(console: Console, *, quiet: bool) -> AbstractContextManager[object]:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from diloco.data.order import ShardProgress
 from diloco.errors import CheckpointError, ConfigError
-from diloco.history.log import read_events
-from diloco.history.resuming import current
+from diloco.history.events import WorkerFinishedEvent
+from diloco.history.run_history import read_history
 from diloco.training.checkpoints.manifests import Checkpoint, Moment, find_checkpoints
 from diloco.training.config.run import RunConfig
 
@@ -152,8 +152,8 @@ def _find_own(run_folder: Path, worker: int) -> _OwnCheckpoints:
 
 def _finished_steps(run_folder: Path) -> int:
     """The steps of the workers that ended regularly: at their last step, or at a stop."""
-    ended = [event for event in current(read_events(run_folder)) if event["type"] == "worker_finished"]
-    return max((event["inner_steps"] for event in ended), default=0)
+    ends = [worker.ended for worker in read_history(run_folder).local_workers.values()]
+    return max((end.inner_steps for end in ends if isinstance(end, WorkerFinishedEvent)), default=0)
 
 
 def _check_may_start_again(run_folder: Path, had_common: bool, finished: int, warnings: list[str]) -> None:

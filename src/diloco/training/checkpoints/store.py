@@ -25,6 +25,7 @@ from torch import Tensor
 from diloco.atomic_files import replace_file, sync_folder, write_file
 from diloco.engines.rounds import Member
 from diloco.errors import DiLoCoError
+from diloco.history.events import CheckpointEvent, CheckpointFailedEvent, Emit, Event
 from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
 from diloco.training.checkpoints.manifests import (
     Checkpoint,
@@ -46,9 +47,6 @@ NEXT_SECONDS = 20.0
 END_SECONDS = 600.0
 """At the end of a run there is more time."""
 _ATTEMPTS = 10
-
-Emit = Callable[..., None]
-"""Writes an event: a type and its fields."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ class CheckpointStore:
         self.failed += 1
         reason = f"the disk is too slow: the checkpoint of step {self._write.step} is still being written"
         logger.warning("no checkpoint of step %d: %s; training goes on", step, reason)
-        self._report("checkpoint_failed", step=step, reason=reason)
+        self._report(CheckpointFailedEvent(step=step, reason=reason))
 
     def became_due(self, due: int) -> bool:
         """In a swarm, where a worker's step may jump: whether more checkpoints are due than at the last call."""
@@ -166,7 +164,7 @@ class CheckpointStore:
         self.failed += 1
         reason = f"the disk has not finished within {END_SECONDS:g} s: check it before resuming from {self.folder}"
         logger.error("the checkpoint of step %d was not written: %s", self._write.step, reason)
-        self._report("checkpoint_failed", step=self._write.step, reason=reason)
+        self._report(CheckpointFailedEvent(step=self._write.step, reason=reason))
 
     def _try_to_write(self, step: int, moment: Moment, tensors: Mapping[str, TensorPieces], state: Numbers) -> None:
         started = time.monotonic()
@@ -179,13 +177,13 @@ class CheckpointStore:
             reason = str(error) if isinstance(error, OSError | DiLoCoError) else repr(error)
             logger.error("the checkpoint of step %d was not written: %s; training goes on", step, reason)
             self._remove_failed(folder)
-            self._report("checkpoint_failed", step=step, reason=reason)
+            self._report(CheckpointFailedEvent(step=step, reason=reason))
             return
         try:
             self._remove_old()
         except OSError as error:
             logger.error("an old checkpoint could not be removed: %s", error)
-        self._report("checkpoint", step=step, rounds=moment.rounds, bytes=size, seconds=time.monotonic() - started)
+        self._report(CheckpointEvent(step=step, rounds=moment.rounds, bytes=size, seconds=time.monotonic() - started))
 
     def _write_files(
         self, folder: Path, step: int, moment: Moment, tensors: Mapping[str, TensorPieces], state: Numbers
@@ -218,11 +216,11 @@ class CheckpointStore:
                 if rank >= self.owner.ranks:
                     path.unlink(missing_ok=True)
 
-    def _report(self, type_: str, **fields: object) -> None:
+    def _report(self, event: Event) -> None:
         try:
-            self._emit(type_, **fields)
+            self._emit(event)
         except OSError as error:  # the full disk may be the log's too
-            logger.error("the event '%s' was not written: %s", type_, error)
+            logger.error("the event '%s' was not written: %s", event.type, error)
 
     # What all have
 

@@ -11,7 +11,7 @@ says when the state is saved, and how a run begins from one.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.errors import CheckpointError
+from diloco.history.events import CheckpointSkippedEvent, Emit
 from diloco.outer.tensors.model_tensors import bare_name
 from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces, pieces_of
 from diloco.training.checkpoints.manifests import Checkpoint, find_checkpoints
@@ -185,7 +186,7 @@ class Checkpointer:
     config: RunConfig
     state: WorkerState
     checkpoints: CheckpointStore
-    emit: Callable[..., None]
+    emit: Emit
 
     def after_step(self) -> None:
         """Save if a checkpoint is due."""
@@ -218,7 +219,7 @@ class Checkpointer:
             self.checkpoints.save(step, outer.sequence, tensors, numbers, warm_steps=self._warm_steps(), last=last)
         else:
             logger.info("no checkpoint of step %d: %s", outer.inner_steps, reason)
-            self.emit("checkpoint_skipped", step=outer.inner_steps, reason=reason)
+            self.emit(CheckpointSkippedEvent(step=outer.inner_steps, reason=reason))
 
     def _warm_steps(self) -> int:
         """Return how many steps the workers have taken together in a warm start."""

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from diloco.history.events import Emit, ThreadsEvent
+
 logger = logging.getLogger(__name__)
 
 _COUNT_SECONDS = 5.0
@@ -32,9 +34,7 @@ def registry() -> Path:
 class SharedCores:
     """One worker's part of the cores."""
 
-    def __init__(
-        self, set_threads: Callable[[int], None], tell: Callable[..., None], *, fixed: int | None, folder: Path
-    ) -> None:
+    def __init__(self, set_threads: Callable[[int], None], tell: Emit, *, fixed: int | None, folder: Path) -> None:
         """`set_threads`: applies a number in this thread. `fixed`: the number that the user has chosen."""
         self._set_threads, self._tell, self._fixed, self._folder = set_threads, tell, fixed, folder
         self._file: int | None = None
@@ -66,7 +66,7 @@ class SharedCores:
         self._workers = workers
         threads = max(1, cores() // workers)
         self._set_threads(threads)
-        self._tell("threads", threads=threads, cores=cores(), workers=workers)
+        self._tell(ThreadsEvent(threads=threads, cores=cores(), workers=workers))
 
     def _register(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)

@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from diloco.errors import CheckpointError, ConfigError, WorkerFailed
+from diloco.history.events import LossNotFiniteEvent, WorkerStartedEvent
 from diloco.history.log import EventReader
 from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.training.config.run import RunConfig
@@ -232,9 +233,9 @@ class EndTogether(RestartPolicy):
 
     def _read_events(self) -> None:
         """Note that the workers have begun; ask all to end if one has a loss that is not finite."""
-        for event in self._events.new_events():
-            self._started |= event["type"] == "worker_started"
-            if event["type"] == "loss_not_finite" and not self._ending:
+        for event in self._events.read()[0]:
+            self._started |= isinstance(event, WorkerStartedEvent)
+            if isinstance(event, LossNotFiniteEvent) and not self._ending:
                 self._ending = True
                 for worker in self.workers:
                     worker.send_signal(signal.SIGINT)

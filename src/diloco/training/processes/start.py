@@ -29,7 +29,8 @@ from diloco.data.order import WorkerBatches, check_disjoint, check_validation, w
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.preparation.partitions import FeatureModel, LoadFeatures
 from diloco.errors import ConfigError, DiLoCoError, WorkerFailed, with_remedy
-from diloco.history.log import end_cut_line, read_events
+from diloco.history.log import end_cut_line
+from diloco.history.run_history import read_history
 from diloco.models.pretrained import check_model, short_name
 from diloco.run_lock import run_lock
 from diloco.training.checkpoints.manifests import find_checkpoints
@@ -216,7 +217,7 @@ class _DiskWatch:
 
 def last_step(folder: Path) -> int:
     """The last inner step in a run's log."""
-    return max((event["step"] for event in read_events(folder) if event["type"] == "step"), default=0)
+    return max((worker.reached for worker in read_history(folder).local_workers.values()), default=0)
 
 
 def summarize_run(folder: Path, config: RunConfig, error: DiLoCoError | None) -> Summary:

@@ -12,6 +12,7 @@ import torch
 
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.received_corpus import corpus_files
+from diloco.history.events import Emit, RenumberedEvent, SwarmEvent, WarmStartEvent, make_event
 from diloco.history.log import EventLog
 from diloco.swarm.engine import SwarmEngine
 from diloco.swarm.network.listen_port import choose_port
@@ -95,10 +96,11 @@ class SwarmEvents:
 
     def _emit(self, type_: str, fields: dict[str, Any]) -> None:
         assert self._log is not None
-        if type_ == "renumbered":
-            self._log.worker = fields["member"]
+        event = make_event(type_, fields)
+        if isinstance(event, RenumberedEvent):
+            self._log.worker = event.member
         try:
-            self._log.emit(type_, **fields)
+            self._log.emit(event)
         except OSError as error:  # a full disk must not stop the swarm's thread
             logger.error("the event '%s' was not written: %s", type_, error)
 
@@ -138,8 +140,8 @@ def _train_with(
     founded = me.has_state  # no member answered: this worker starts the swarm, or restarts it
     start = newest_start(slot.run_folder) if founded else None
     saved = start is not None and start.checkpoint is not None
-    place = {"run": engine.status().run, "peer": me.peer, "addresses": list(me.addresses)}
-    log.emit("swarm", name=slot.name, founded=founded, going_on=saved, **place)
+    place: dict[str, Any] = {"run": engine.status().run, "peer": me.peer, "addresses": list(me.addresses)}
+    log.emit(SwarmEvent(name=slot.name, founded=founded, going_on=saved, **place))
     swarm_events.into(log)
     cores = SharedCores(torch.set_num_threads, log.emit, fixed=_chosen_threads(config), folder=registry())
     cores.begin(slot.slots)
@@ -177,7 +179,7 @@ def _me(engine: SwarmEngine) -> MemberStatus:
     return next(one for one in engine.status().members if one.number == engine.worker)
 
 
-def wait_for_warm_start(status: Callable[[], RunStatus], steps: int, emit: Callable[..., None]) -> None:
+def wait_for_warm_start(status: Callable[[], RunStatus], steps: int, emit: Emit) -> None:
     """Wait until a live member with the state is past the warm start's `steps`, or none is left that has it.
 
     The wait for the state itself is the engine's, which asks for it until there is one and gives up if no member is
@@ -190,5 +192,5 @@ def wait_for_warm_start(status: Callable[[], RunStatus], steps: int, emit: Calla
             return
         if time.monotonic() - told >= _WARM_START_TELL_SECONDS:
             told = time.monotonic()
-            emit("warm_start", step=max(positions), steps=steps)
+            emit(WarmStartEvent(step=max(positions), steps=steps))
         time.sleep(_WARM_START_POLL_SECONDS)

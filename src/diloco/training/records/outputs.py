@@ -1,7 +1,6 @@
 """The outputs of a run: the model folder, and a sample of its text."""
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from diloco.data.sources.chat_template import ChatTemplate
 from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokenizer_files import CHAT_TEMPLATE_FILES, find_tokenizer
 from diloco.errors import DataError
+from diloco.history.events import Emit, SampleEvent, SampleSkippedEvent
 from diloco.models.base import LanguageModel
 from diloco.models.hugging_face import HuggingFaceModel
 from diloco.models.text.generation import Sampling, generate
@@ -37,7 +37,7 @@ def write_model(model: LanguageModel, corpus: Corpus, folder: Path) -> None:
         write_file(folder / MODEL_FOLDER / CHAT_TEMPLATE_FILES[0], corpus.meta.chat_template)
 
 
-def sample(model: LanguageModel, corpus: Corpus, config: RunConfig, tell: Callable[..., None], step: int) -> None:
+def sample(model: LanguageModel, corpus: Corpus, config: RunConfig, tell: Emit, step: int) -> None:
     """Write a sample as an event, if one is wanted. An error here is no error of the run. It draws from a generator of
     its own: training goes on as if there had been none."""
     wanted = config.training
@@ -52,9 +52,9 @@ def sample(model: LanguageModel, corpus: Corpus, config: RunConfig, tell: Callab
         )
         text = tokenizer.decode(tokens)
     except Exception as error:  # noqa: BLE001 - the model is saved
-        tell("sample_skipped", reason=str(error), step=step)
+        tell(SampleSkippedEvent(reason=str(error), step=step))
     else:
-        tell("sample", step=step, prompt=prompt.text, text=text.partition(prompt.end)[0] if prompt.end else text)
+        tell(SampleEvent(step=step, prompt=prompt.text, text=text.partition(prompt.end)[0] if prompt.end else text))
 
 
 class SamplePrompt(NamedTuple):
@@ -116,7 +116,7 @@ def first_question(corpus: Corpus, longest: int) -> list[int]:
 class Samples:
     """Samples during training (`training.sample_interval`), written by one worker of a machine."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus, model: LanguageModel, tell: Callable[..., None]) -> None:
+    def __init__(self, config: RunConfig, corpus: Corpus, model: LanguageModel, tell: Emit) -> None:
         self._config, self._corpus, self._model, self._tell = config, corpus, model, tell
         self._last: int | None = None
 

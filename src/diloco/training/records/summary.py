@@ -1,4 +1,4 @@
-"""summary.json: a run in numbers, computed from its events alone.
+"""summary.json: a run in numbers, from its history alone.
 
 Written for every end: complete, stopped by the user, or failed. A folder without it is a run that has not ended.
 """
@@ -7,18 +7,18 @@ import json
 import math
 import platform
 import statistics
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
-from diloco.history import resuming as history
-from diloco.history.log import Event, read_events
-from diloco.history.progress import WorkerProgress
+from diloco.history.events import LossNotFiniteEvent, RoundMember, WorkerEndedEvent, WorkerFinishedEvent
+from diloco.history.figures import RunFigures, data_parallel_bytes
+from diloco.history.run_history import RunHistory, read_history
 from diloco.training.config.run import RunConfig
 from diloco.training.records.run_folder import RUN_FILE, how_to_end
-from diloco.training.records.swarm_summary import steps_of_bytes, swarm_numbers, usual_workers
 from diloco.version import __version__
 
 SUMMARY_FILE = "summary.json"
@@ -28,153 +28,178 @@ _ADDED_LATER = frozenset(
 )  # the summaries of earlier runs are read all the same
 
 
-def data_parallel_bytes(parameters: int, steps: int, workers: int) -> int:
-    """What a worker sends if fp32 gradients are averaged at every step: a reduce-scatter and an all-gather of each."""
-    return round(steps * 2 * (workers - 1) / workers * 4 * parameters)
-
-
-def summarize(config: RunConfig, events: list[Event], error: str | None = None) -> Summary:
+def summarize(config: RunConfig, history: RunHistory, error: str | None = None) -> Summary:
     """The numbers of a run, from the events so far; what a resume took back is not counted."""
-    log, events = events, history.current(events)
-    started = _last(events, "worker_started") or {}
-    ended = [event for event in events if event["type"] in ("worker_finished", "worker_failed")]
-    best = max(ended, key=lambda event: (event["type"] == "worker_finished", -event["worker"]), default=None)
-    began = bool(started or best)  # if not, and without an error, it was stopped before the first step
+    figures = RunFigures(history, elastic=config.engine == "swarm")
+    started = history.started
+    ends = [worker.ended for _, worker in sorted(history.workers.items()) if worker.ended is not None]
+    spokesman = max(ends, key=lambda end: (isinstance(end, WorkerFinishedEvent), -end.worker), default=None)
+    finished = isinstance(spokesman, WorkerFinishedEvent)
     if error is None and config.engine != "swarm":  # in a swarm the others train on
-        error = _bad_loss(log)
-    if error is None and began and (best is None or best["type"] != "worker_finished"):
+        error = _bad_loss(history.latest_start.bad_loss)
+    began = started is not None or spokesman is not None  # else, without an error: stopped before the first step
+    if error is None and began and not finished:
         error = "no worker has come to the end"
-    members = (best or {}).get("members") or _last_members(events)
-    reports = [member["report"] for member in members]
-    workers = started.get("workers", config.workers)
-    steps = _steps(events, members)
-    numbers: Summary = {
-        "workers": workers,
-        "members_seen": workers,
-        "tokens": (sum(steps.values()) - sum(history.steps_not_taken(log).values()))
-        * started.get("tokens_per_step", 0),
-        "bytes_sent_per_worker": _bytes_sent(events, members),
-        "compute_utilization": _utilization(reports),
-        "anchor_digests": [member["anchor_digest"] for member in members],
-        "training_seconds": max((report["elapsed_seconds"] for report in reports), default=0.0),
-    }
-    compared = (max(steps.values(), default=0), workers)
+    members = (spokesman.members if spokesman is not None else ()) or history.agreed
+    steps = _steps(history, members)
+    numbers = _numbers(config, history, members, steps)
+    compared_steps, compared_workers = max(steps.values(), default=0), numbers["workers"]
     if config.engine == "swarm":
-        numbers |= swarm_numbers(log, events, best)
-        compared = (steps_of_bytes(log, events), usual_workers(events))
-    elif config.sync.dynamic_steps:  # positions in the schedule are not steps
-        numbers["tokens"] = _own_tokens(events, members)
-    sent, baseline = numbers["bytes_sent_per_worker"], data_parallel_bytes(_trainable(started), *compared)
+        numbers |= _swarm_numbers(history, spokesman)
+        compared_steps, compared_workers = _steps_of_bytes(history), figures.usual_workers
+    sent = numbers["bytes_sent_per_worker"]
+    baseline = data_parallel_bytes(history.trainable_parameters, compared_steps, compared_workers)
     return {
-        "status": "failed" if error else "stopped" if best is None or best["stopped_early"] else "complete",
+        "status": "failed" if error else "stopped" if spokesman is None or spokesman.stopped_early else "complete",
         "error": error,
         "mode": config.mode,
         "model": config.model.name,
-        "parameters": started.get("parameters"),
-        "trainable_parameters": _trainable(started),
+        "parameters": None if started is None else started.parameters,
+        "trainable_parameters": history.trainable_parameters,
         "codec": config.sync.codec,
-        **_validation(events),
-        "unigram_perplexity": started.get("unigram_perplexity"),
+        **_validation(history),
+        "unigram_perplexity": history.unigram_perplexity,
         "inner_steps": max(steps.values(), default=0),
         "num_inner_steps": config.sync.num_inner_steps if config.mode == "diloco" else 1,
-        **_rounds(events, ended),
-        "rounds_dropped": sum({event["worker"]: event.get("rounds_dropped", 0) for event in ended}.values()),
-        "contributions_refused": (best or {}).get("contributions_refused", 0),
-        "checkpoints_failed": (best or {}).get("checkpoints_failed", 0),
-        "resumes": max(0, len(list(history.starts(log))) - 1),
-        "skipped_steps": sum({event["worker"]: event.get("skipped_steps", 0) for event in ended}.values()),
+        "rounds": figures.rounds_told,
+        "rounds_failed": figures.failed_rounds,
+        "rounds_dropped": sum(end.rounds_dropped for end in ends),
+        "contributions_refused": 0 if spokesman is None else spokesman.contributions_refused,
+        "checkpoints_failed": 0 if spokesman is None else spokesman.checkpoints_failed,
+        "resumes": max(0, history.clock.starts - 1),
+        "skipped_steps": sum(end.skipped_steps for end in ends),
         "data_parallel_bytes_per_worker": baseline,
         "communication_reduction": baseline / sent if sent else None,
         "engine": config.engine,
-        "resyncs": sum({event["worker"]: event.get("resyncs", 0) for event in ended}.values()),
+        "resyncs": sum(end.resyncs for end in ends),
         "versions": versions(),
-        "seconds": history.seconds(log),
-        "resolved": started.get("resolved", {}),
+        "seconds": history.clock.seconds() or 0.0,
+        "resolved": dict(history.resolved),
     } | numbers
 
 
-def _trainable(started: Event) -> int:
-    """The parameters that are averaged: with LoRA those of the adapters. Logs of earlier versions do not have it."""
-    return int(started.get("trainable_parameters") or started.get("parameters") or 0)
-
-
-def _bad_loss(log: list[Event]) -> str | None:
-    """Why the latest start of a run has stopped, if a worker's loss was not finite."""
-    bad = _last(history.latest_start(log), "loss_not_finite")
-    return None if bad is None else f"the loss of worker {bad['worker']} is {bad['loss']} at step {bad['step']}"
-
-
-def versions() -> dict[str, str]:
-    """Of diloco, torch and Python; torch is not imported for it."""
-    return {"diloco": __version__, "torch": version("torch"), "python": platform.python_version()}
-
-
-def _last(events: list[Event], type_: str) -> Event | None:
-    return next((event for event in reversed(events) if event["type"] == type_), None)
-
-
-def _steps(events: list[Event], members: list[dict[str, Any]]) -> dict[int, int]:
-    """The inner steps of each worker, from its reports and the log."""
-    steps: dict[int, int] = {member["worker"]: member["report"]["inner_steps"] for member in members}
-    for event in events:
-        if event["type"] in ("step", "round", "worker_finished", "worker_failed"):
-            step = event["step"] if "step" in event else event["inner_steps"]
-            steps[event["worker"]] = max(steps.get(event["worker"], 0), step)
-    return steps
-
-
-def _own_tokens(events: list[Event], members: list[dict[str, Any]]) -> int:
-    """What each worker says of itself, added up."""
-    tokens: dict[int, int] = {member["worker"]: member["report"]["tokens"] for member in members}
-    for event in events:
-        if event["type"] in ("step", "worker_finished", "worker_failed"):
-            tokens[event["worker"]] = max(tokens.get(event["worker"], 0), event.get("tokens", 0))
-    return sum(tokens.values())
-
-
-def _bytes_sent(events: list[Event], members: list[dict[str, Any]]) -> int:
-    """Of the worker that sent most, with the rounds since its last step, as the terminal and the page count them."""
-    workers: dict[int, WorkerProgress] = {}
-    for event in events:
-        workers.setdefault(event["worker"], WorkerProgress()).update(event)
-    told = [member["report"]["bytes_sent"] for member in members]
-    return max([*told, *(worker.bytes_sent for worker in workers.values())], default=0)
-
-
-def _rounds(events: list[Event], ended: list[Event]) -> Summary:
-    """As RunCounts has them: merged by a worker, and failed for a worker; in the log, or as a worker has counted."""
-    rounds = [event for event in events if event["type"] == "round"]
-    merged = {event["sequence"] for event in rounds if event["mean_norm"] is not None}
-    failed = {event["sequence"] for event in rounds if event["failure"] is not None}
-    told = [event["rounds"] for event in events if event["type"] in ("step", "worker_finished", "worker_failed")]
-    told_failed = [event["rounds_failed"] for event in ended]
-    return {"rounds": max([len(merged), *told]), "rounds_failed": max([len(failed), *told_failed])}
-
-
-def _last_members(events: list[Event]) -> list[dict[str, Any]]:
-    return next((event["members"] for event in reversed(events) if event.get("members")), [])
-
-
-def _validation(events: list[Event]) -> Summary:
-    validations = [event for event in events if event["type"] == "validation"]
-    first, last = (validations[0], validations[-1]) if validations else ({}, {})
+def _numbers(
+    config: RunConfig, history: RunHistory, members: Sequence[RoundMember], steps: Mapping[int, int]
+) -> Summary:
+    """The numbers that a swarm counts otherwise: of all workers, as they have told each other."""
+    workers = config.workers if history.started is None else history.started.workers or config.workers
+    reports = [member.report for member in members]
+    told = [report.bytes_sent or 0 for report in reports]
+    sent = [worker.progress.bytes_sent for worker in (history.workers | history.left_out).values()]
+    tokens = (sum(steps.values()) - history.steps_not_taken()) * history.tokens_per_step
+    if config.sync.dynamic_steps and config.engine != "swarm":  # positions in the schedule are not steps
+        tokens = _own_tokens(history, members)
     return {
-        "validation_loss": last.get("loss"),
-        "validation_perplexity": last.get("perplexity"),
-        "validation_step": last.get("step"),
-        "initial_validation_perplexity": first.get("perplexity") if first.get("step") == 0 else None,
+        "workers": workers,
+        "members_seen": workers,
+        "tokens": tokens,
+        "bytes_sent_per_worker": max([*told, *sent], default=0),
+        "compute_utilization": _utilization([(one.sync_seconds, one.elapsed_seconds) for one in reports]),
+        "anchor_digests": [member.anchor_digest for member in members],
+        "training_seconds": max((report.elapsed_seconds or 0.0 for report in reports), default=0.0),
     }
 
 
-def _utilization(reports: list[dict[str, Any]]) -> float | None:
-    """The share of training time that was not spent on rounds, averaged over the workers."""
-    shares = [1 - r["sync_seconds"] / r["elapsed_seconds"] for r in reports if r["elapsed_seconds"]]
+def _swarm_numbers(history: RunHistory, spokesman: WorkerEndedEvent | None) -> Summary:
+    """The numbers of a swarm's run on one machine, where workers come and go, and jump in the schedule.
+
+    Bytes, seconds and the comparison with data-parallel training are of this machine's own workers and of the steps
+    that they took themselves. `tokens` is of the whole swarm, and `local_tokens` of this machine's share in it: what is
+    behind the contributions in the run's means (training/swarm/token_counts.py), the same on every machine.
+    """
+    work = history.own_work
+    tokens = _swarm_tokens(history, spokesman)
+    confirmed = () if spokesman is None else spokesman.confirmed
+    digests = [member.anchor_digest for member in confirmed]
+    if not digests and spokesman is not None:
+        digests = [str(spokesman.anchor_digest)]
+    most = max((tokens.get(worker, 0) for worker in work), default=0)
+    rounds = history.rounds.by_sequence.values()
+    return {
+        "workers": len(confirmed) or max(1, len(history.roster)),
+        "members_seen": max(1, len(tokens)),
+        "tokens": sum(tokens.values()),
+        "anchor_digests": digests,
+        "local_workers": len(work),
+        "local_steps": most // history.tokens_per_step if history.tokens_per_step else 0,
+        "local_rounds": sum(not work.keys().isdisjoint(round_.contributors) for round_ in rounds),
+        "local_tokens": sum(tokens.get(worker, 0) for worker in work),
+        "bytes_sent_per_worker": max((one.bytes_sent for one in work.values()), default=0),
+        "compute_utilization": _utilization([(one.sync_seconds, one.elapsed_seconds) for one in work.values()]),
+        "training_seconds": max((one.elapsed_seconds for one in work.values()), default=0.0),
+    }
+
+
+def _swarm_tokens(history: RunHistory, spokesman: WorkerEndedEvent | None) -> dict[int, int]:
+    """By worker, as all members have counted them; of a run that was killed, or of an earlier version, as far as this
+    machine has heard of them."""
+    if spokesman is not None and spokesman.tokens_by_worker:
+        return {int(worker): tokens for worker, tokens in spokesman.tokens_by_worker.items()}
+    own = {worker: work.tokens for worker, work in history.own_work.items()}
+    told = {
+        number: worker.most_tokens_told
+        for number, worker in history.workers.items()
+        if number not in own and worker.heard_of
+    }
+    return own | told
+
+
+def _steps_of_bytes(history: RunHistory) -> int:
+    """The inner steps of this machine's busiest worker in all its starts, with those that are lost: it has sent bytes
+    for them too."""
+    most = max((work.tokens for work in history.own_work.values()), default=0)
+    return most // history.tokens_per_step if history.tokens_per_step else 0
+
+
+def _bad_loss(event: LossNotFiniteEvent | None) -> str | None:
+    """Why the latest start of a run has stopped, if a worker's loss was not finite."""
+    return None if event is None else f"the loss of worker {event.worker} is {event.loss} at step {event.step}"
+
+
+def versions() -> dict[str, str]:
+    """The versions of diloco, torch and Python; torch is not imported for it."""
+    return {"diloco": __version__, "torch": version("torch"), "python": platform.python_version()}
+
+
+def _steps(history: RunHistory, members: Sequence[RoundMember]) -> dict[int, int]:
+    """The inner steps of each worker, from its reports and the log."""
+    steps = {member.worker: member.report.inner_steps or 0 for member in members}
+    for number, worker in (history.workers | history.left_out).items():
+        if worker.reached:
+            steps[number] = max(steps.get(number, 0), worker.reached)
+    return steps
+
+
+def _own_tokens(history: RunHistory, members: Sequence[RoundMember]) -> int:
+    """What each worker says of itself, added up."""
+    tokens = {member.worker: member.report.tokens or 0 for member in members}
+    for number, worker in history.local_workers.items():
+        tokens[number] = max(tokens.get(number, 0), worker.progress.tokens)
+    return sum(tokens.values())
+
+
+def _validation(history: RunHistory) -> Summary:
+    validations = history.validations
+    first = validations.row(0)
+    last = validations.row(-1)
+    step = last["step"]
+    return {
+        "validation_loss": last["loss"],
+        "validation_perplexity": last["perplexity"],
+        "validation_step": None if step is None else int(step),
+        "initial_validation_perplexity": first["perplexity"] if first["step"] == 0 else None,
+    }
+
+
+def _utilization(seconds: Sequence[tuple[float | None, float | None]]) -> float | None:
+    """The share of training time that was not spent on rounds, averaged over the workers: (rounds, all) of each."""
+    shares = [1 - (rounds or 0.0) / elapsed for rounds, elapsed in seconds if elapsed]
     return statistics.fmean(shares) if shares else None
 
 
 def write_summary(folder: Path, config: RunConfig, error: str | None = None) -> Summary:
     """Summarise a run folder's events into its summary.json, atomically."""
-    summary = summarize(config, read_events(folder), error)
+    summary = summarize(config, read_history(folder), error)
     write_file(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
     return summary
 
@@ -192,7 +217,7 @@ def read_summary(folder: Path) -> Summary:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}): the run folder is damaged") from error
-    expected = summarize(RunConfig(), [])
+    expected = summarize(RunConfig(), RunHistory())
     for name in _ADDED_LATER & expected.keys():
         del expected[name]
     missing = sorted(expected.keys() - summary.keys()) if isinstance(summary, dict) else sorted(expected)

@@ -1,15 +1,17 @@
 """The fields of the events of one worker's start, rounds and end."""
 
 import math
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 
 from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection
-from diloco.engines.rounds import RoundPhases
-from diloco.history.waterfall import TOLD
+from diloco.engines.rounds import Member, Report, RoundPhases
+from diloco.history.events import MemberReport, RoundEndedEvent, RoundMember
+from diloco.history.rounds import TOLD
 from diloco.models.base import LanguageModel
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
@@ -19,7 +21,7 @@ from diloco.training.records.agreement import Agreement
 
 
 def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, corpus: Corpus) -> dict[str, Any]:
-    """Of `worker_started`, but for the device and the precision."""
+    """The fields of a WorkerStartedEvent, but for the device and the precision."""
     return {
         "workers": engine.workers,
         "ranks": engine.ranks.count,
@@ -31,38 +33,48 @@ def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, 
     }
 
 
-def round_fields(event: RoundEvent, agreement: Agreement) -> dict[str, Any]:
-    """Of `round`."""
+def round_members(members: Iterable[Member]) -> list[RoundMember]:
+    """The members as events have them: all but their notes, which are for the other workers only."""
+    return [
+        RoundMember(
+            worker=member.worker,
+            anchor_digest=member.anchor_digest,
+            weight=member.weight,
+            norm=member.norm,
+            report=_report(member.report),
+        )
+        for member in members
+    ]
+
+
+def _report(report: Report) -> MemberReport:
+    values = asdict(report)
+    known = {field.name: values.pop(field.name) for field in fields(MemberReport) if field.name in values}
+    return MemberReport(**known, extra=values)
+
+
+def round_ended(event: RoundEvent, agreement: Agreement) -> RoundEndedEvent:
+    """A round as the log has it. A field that has the name of one of the round's own is taken as it is."""
     result = event.result
     with_others = agreement.hear(result)
-    phases = RoundPhases() if result is None else result.phases
-    return {
+    sources = [event, event.times] if result is None else [event, event.times, result, result.phases]
+    same = {
+        field.name: getattr(source, field.name)
+        for field in fields(RoundEndedEvent)
+        for source in sources
+        if field.name not in ("time", "worker", "members") and hasattr(source, field.name)
+    }
+    same |= {
         "sequence": event.key.sequence,
         "fragment": event.key.fragment,
         "step": event.inner_step,
-        "norm": event.norm,
-        "mean_norm": event.mean_norm,
-        "codec_error": event.codec_error,
-        "similarity": event.similarity,
         "cosines": event.cosines(),
-        "agreement": {str(worker): cosine for worker, cosine in with_others.items()},
+        "agreement": with_others,
         "disagreeing": agreement.named,
-        **asdict(event.times),
-        **asdict(phases),
-        "failure": event.failure,
-        "dropped": event.dropped,
-        "seconds": None if result is None else result.seconds,
-        "contributors": [] if result is None else list(result.contributors),
-        "refused": {} if result is None else dict(result.refused),
-        "merge": None if result is None else result.merge,
-        "clipped": {} if result is None else dict(result.clipped),
-        "replaced": {} if result is None else {str(worker): share for worker, share in result.replaced.items()},
-        "bytes_sent": 0 if result is None else result.bytes_sent,
-        "members": [] if result is None else [member.as_json() for member in result.members],
-        "roster": [] if result is None else list(result.roster),
-        "signatures": 0 if result is None else result.signatures,
+        "members": [] if result is None else round_members(result.members),
         "mean_digest": None if result is None else result.mean_digest or None,
     }
+    return RoundEndedEvent(**same)
 
 
 def told_round(event: RoundEvent) -> tuple[float, ...]:
@@ -74,7 +86,7 @@ def told_round(event: RoundEvent) -> tuple[float, ...]:
 
 
 def end_fields(mode: Mode, steps: int) -> dict[str, Any]:
-    """Of `worker_finished` and `worker_failed`, as far as the mode knows them. `steps`: of the whole run."""
+    """The fields of a WorkerEndedEvent, as far as the mode knows them. `steps`: of the whole run."""
     averager = mode.averager
     position = averager.inner_steps if mode.ended_at is None else mode.ended_at
     return {
@@ -88,5 +100,5 @@ def end_fields(mode: Mode, steps: int) -> dict[str, Any]:
         "bytes_sent": averager.bytes_sent,
         "sync_seconds": averager.sync_seconds,
         "anchor_digest": mode.anchor_digest(),
-        "confirmed": [member.as_json() for member in averager.confirmed] if isinstance(averager, OuterLoop) else [],
+        "confirmed": round_members(averager.confirmed) if isinstance(averager, OuterLoop) else [],
     }

@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from diloco.engines.base import Connection
 from diloco.engines.header import HEADER_BYTES
 from diloco.engines.reduction import traffic
 from diloco.errors import ConfigError, DiLoCoError
-from diloco.history.log import read_events
+from diloco.history.events import Emit, make_event
+from diloco.history.run_history import RunHistory, read_history
 from diloco.models.registry import model_outline
 from diloco.training.compute import SHORT_TYPES, precision_name
 from diloco.training.config.run import RunConfig, num_rounds, turns
@@ -130,14 +131,14 @@ def estimate(
     *,
     processes: int,
     folder: Path,
-    events: Sequence[Mapping[str, Any]] = (),
+    history: RunHistory | None = None,
     bandwidth_bits: float | None = None,
     threads: int | None = None,
     device_budget: float | None = None,
 ) -> Estimate:
     """`device_budget`: the GPU memory of one process, by which a step's micro-batches are chosen if they are left open.
 
-    `processes`: on this machine. `events`: of the run so far, if it is resumed. `bandwidth_bits`: to assume.
+    `processes`: on this machine. `history`: of the run so far, if it is resumed. `bandwidth_bits`: to assume.
 
     `threads`: of a process, to estimate the time of a step, which takes a moment of computing; None: only if measured.
     """
@@ -159,8 +160,9 @@ def estimate(
         accumulation = estimated(counts, activations, fixed, device_budget)
         device[ACTIVATIONS] = activations // accumulation
     sent = round_bytes(config, shapes, place.workers)
-    known = bandwidth_bits or measured_bits_per_second(events)
-    measured = measured_step_seconds(events)
+    past = history or RunHistory()
+    known = bandwidth_bits or measured_bits_per_second(past)
+    measured = measured_step_seconds(past)
     rough = None if threads is None or measured else rough_step_seconds(config, parameters, place, threads)
     return Estimate(
         parameters=parameters,
@@ -234,20 +236,21 @@ def bits_per_second(text: str) -> float:
     return float(found[1]) * _BITS[found[2]]
 
 
-def measured_bits_per_second(events: Sequence[Mapping[str, Any]]) -> float | None:
+def measured_bits_per_second(history: RunHistory) -> float | None:
     """The rate of a run's rounds so far, of the middle one; None if none has sent anything."""
-    rates = sorted(8 * e["bytes_sent"] / e["seconds"] for e in _rounds(events) if e["bytes_sent"] > HEADER_BYTES * 64)
+    rounds = history.rounds.by_sequence.values()
+    told = [(one.bytes_sent, one.statistics["seconds"]) for one in rounds if one.bytes_sent > HEADER_BYTES * 64]
+    rates = sorted(8 * sent / seconds for sent, seconds in told if seconds)
     return rates[len(rates) // 2] if rates else None
 
 
-def measured_step_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """Seconds of an inner step, rounds included, by the last logged step; None if none is logged."""
-    steps = [event for event in events if event["type"] == "step" and event["elapsed_seconds"]]
-    return steps[-1]["elapsed_seconds"] / steps[-1]["step"] if steps else None
-
-
-def _rounds(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [event for event in events if event["type"] == "round" and event["seconds"]]
+def measured_step_seconds(history: RunHistory) -> float | None:
+    """Seconds of an inner step, rounds included, of the worker that is furthest; None if none has logged a step."""
+    workers = [worker.progress for worker in history.local_workers.values()]
+    furthest = max(workers, key=lambda progress: progress.step, default=None)
+    if furthest is None or not furthest.step or not furthest.elapsed_seconds:
+        return None
+    return furthest.elapsed_seconds / furthest.step
 
 
 # How long a step takes
@@ -294,7 +297,7 @@ def emit_sizes(
     engine: Connection,
     device: torch.device,
     processes: int,
-    emit: Callable[..., None],
+    emit: Emit,
     folder: Path,
 ) -> None:
     """`processes`: on this machine. A model whose sizes cannot be told is trained all the same."""
@@ -308,13 +311,13 @@ def emit_sizes(
             place,
             processes=processes,
             folder=folder,
-            events=read_events(folder),
+            history=read_history(folder),
             device_budget=device_budget(device, processes),
         )
     except (DiLoCoError, RuntimeError, TypeError, AttributeError) as error:  # of another library's model
         logger.warning("the sizes of this run cannot be told: %s", error)
         return
-    emit("sizes", **sizes.as_json(), warnings=warnings(config, sizes, device))
+    emit(make_event("sizes", sizes.as_json() | {"warnings": warnings(config, sizes, device)}))
 
 
 def device_budget(device: torch.device, processes: int) -> float | None:

@@ -19,6 +19,17 @@ from diloco.engines.base import Connection
 from diloco.engines.note import MalformedNote, Note, read_note, write_note
 from diloco.engines.rounds import RoundResult
 from diloco.errors import EngineError, Excluded
+from diloco.history.events import (
+    CalledEvent,
+    InternalErrorEvent,
+    JoinedEvent,
+    ListedMember,
+    MembersEvent,
+    ResyncEvent,
+    ShardsEvent,
+    TokensDoubtedEvent,
+    WaitingEvent,
+)
 from diloco.history.log import EventLog
 from diloco.outer.elastic import ElasticLoop
 from diloco.outer.rounds import RoundEvent
@@ -83,22 +94,22 @@ def present(engine: Connection) -> tuple[int, ...]:
     return tuple(sorted({*others, engine.worker}))
 
 
-def _member_fields(one: "MemberStatus") -> dict[str, Any]:
-    """A member, as the event `members` has it."""
+def _listed(one: "MemberStatus") -> ListedMember:
+    """A member, as a MembersEvent has it."""
     state = "left" if one.left else "lost" if not one.live else "training" if one.has_state else "joining"
-    return {
-        "member": one.number,
-        "where": one.label,
-        "step": one.position,
-        "loss": one.loss if one.loss >= 0 else None,
-        "contributed": one.contributed_round if one.contributed_round >= 0 else None,
-        "state": state,
-        "tokens": one.tokens,
-        "step_seconds": round(one.step_seconds, 4),
-        "latency_seconds": one.latency_seconds,
-        "silent_seconds": one.silent_seconds,
-        "link": one.link,
-    }
+    return ListedMember(
+        member=one.number,
+        where=one.label,
+        step=one.position,
+        loss=one.loss if one.loss >= 0 else None,
+        contributed=one.contributed_round if one.contributed_round >= 0 else None,
+        state=state,
+        tokens=one.tokens,
+        step_seconds=round(one.step_seconds, 4),
+        latency_seconds=one.latency_seconds,
+        silent_seconds=one.silent_seconds,
+        link=one.link,
+    )
 
 
 def _read(note: bytes) -> Note:
@@ -149,13 +160,13 @@ class SwarmPeers(Peers):
         outer, self._thread, self._stopped = self._outer, threading.get_ident(), stopped
         outer.end_at(self._config.steps)
         if joined:
-            self._events.emit("joined", step=outer.inner_steps, rounds=outer.sequence)
+            self._events.emit(JoinedEvent(step=outer.inner_steps, rounds=outer.sequence))
         self._wait_for_others()
         if joined:
             self._read_state_note()
             self.tokens.begin(self._engine.worker)
             self.claims.begin(present(self._engine), self._reader)
-            self._events.emit("shards", shards=self._reader.shards)
+            self._events.emit(ShardsEvent(shards=self._reader.shards))
         self._follow(present(self._engine))
         self._write_note()
         self._last_step = time.monotonic()
@@ -168,7 +179,7 @@ class SwarmPeers(Peers):
         wanted, reported = self._config.swarm.min_workers, -1
         while (here := len(present(self._engine))) < wanted and not self._stopped():
             if here != reported:
-                self._events.emit("waiting", present=here, wanted=wanted)
+                self._events.emit(WaitingEvent(present=here, wanted=wanted))
                 reported = here
             self._tell_progress()  # joiners wait for the end of a warm start
             time.sleep(_POLL_SECONDS)
@@ -195,7 +206,7 @@ class SwarmPeers(Peers):
         if self._fetcher.arrived.is_set():
             self._fetcher.arrived.clear()
             if self.claims.take(self._reader):
-                self._events.emit("shards", shards=self._reader.shards)
+                self._events.emit(ShardsEvent(shards=self._reader.shards))
         if self._missing and self._fetcher.may_try:
             self._missing = self.claims.missing()
             self._fetcher.start(self._missing)
@@ -226,13 +237,13 @@ class SwarmPeers(Peers):
             return
         self._listed = now
         members = [one for one in self._swarm.status().members if one.number >= 0]
-        self._events.emit("members", present=[_member_fields(one) for one in members[:_MOST_LISTED]])
+        self._events.emit(MembersEvent(present=[_listed(one) for one in members[:_MOST_LISTED]]))
 
     # Rounds
 
     def after_post(self, sequence: int) -> None:
         if self._engine.wanted(sequence):
-            self._events.emit("called", sequence=sequence, step=self._outer.inner_steps)
+            self._events.emit(CalledEvent(sequence=sequence, step=self._outer.inner_steps))
 
     def after_round(self, event: RoundEvent) -> None:
         result = event.result
@@ -249,7 +260,7 @@ class SwarmPeers(Peers):
         contributed = {worker: notes[worker] for worker in result.contributors if worker in notes}
         most = self._most_tokens(sequence)
         for worker, told in self.tokens.after_round(contributed, most).items():
-            self._events.emit("tokens_doubted", member=worker, round=sequence, tokens=told, most=most)
+            self._events.emit(TokensDoubtedEvent(member=worker, round=sequence, tokens=told, most=most))
         notes.pop(self._engine.worker, None)
         for worker, note in notes.items():
             self.claims.read_note(worker, note)
@@ -266,12 +277,12 @@ class SwarmPeers(Peers):
         except Exception as problem:
             logger.error("a fault of this worker's program, in reading %s", what, exc_info=problem)
             reason = f"{type(problem).__name__}: {problem}"[:200]
-            self._events.emit("internal_error", what=f"reading {what}", reason=reason)
+            self._events.emit(InternalErrorEvent(what=f"reading {what}", reason=reason))
 
     def _follow(self, roster: tuple[int, ...]) -> None:
         before = list(self._reader.shards)
         if self.claims.follow(roster, self._reader) or self._reader.shards != before:
-            self._events.emit("shards", shards=self._reader.shards)
+            self._events.emit(ShardsEvent(shards=self._reader.shards))
         self._missing = self.claims.missing()
         self._fetcher.start(self._missing)
 
@@ -299,7 +310,7 @@ class SwarmPeers(Peers):
 
     def _on_resync(self, reason: str, sequence: int) -> None:
         self._read_state_note()
-        self._events.emit("resync", reason=reason, sequence=sequence, step=self._outer.inner_steps)
+        self._events.emit(ResyncEvent(reason=reason, sequence=sequence, step=self._outer.inner_steps))
 
     def restart(self) -> None:
         self.tokens.begin(self._engine.worker)

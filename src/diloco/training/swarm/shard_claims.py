@@ -19,6 +19,7 @@ from diloco.data.corpus import Corpus, shard_name
 from diloco.data.order import ShardProgress, count_windows, worker_shards
 from diloco.engines.note import MOST_SHARDS, Note, ValidationFigure, write_note
 from diloco.errors import DataError, DiLoCoError
+from diloco.history.events import Emit, Event, ShardFetchedEvent, ShardsNotFetchedEvent
 from diloco.training.batches import ShardReader
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class ShardClaims:
 class ShardFetcher:
     """Fetches missing shards one after another in a thread; those that failed can be tried again after a while."""
 
-    def __init__(self, corpus: Corpus, fetch: Fetch, tell: Callable[..., None]) -> None:
+    def __init__(self, corpus: Corpus, fetch: Fetch, tell: Emit) -> None:
         self._corpus, self._fetch, self._tell = corpus, fetch, tell
         self._thread: threading.Thread | None = None
         self._not_before = 0.0
@@ -163,15 +164,15 @@ class ShardFetcher:
                 reason = str(error)
                 logger.warning("shard %d could not be fetched: %s", shard, reason)
             else:
-                self._say("shard_fetched", shard=shard)
+                self._say(ShardFetchedEvent(shard=shard))
                 self.arrived.set()
         self._not_before = time.monotonic() + RETRY_SECONDS
         if failed and reason != self._failure:  # the same reason is reported once
-            self._say("shards_not_fetched", shards=failed, reason=reason)
+            self._say(ShardsNotFetchedEvent(shards=failed, reason=reason))
         self._failure = reason
 
-    def _say(self, type_: str, **fields: object) -> None:
+    def _say(self, event: Event) -> None:
         try:
-            self._tell(type_, **fields)
+            self._tell(event)
         except OSError as error:
-            logger.error("the event '%s' was not written: %s", type_, error)
+            logger.error("the event '%s' was not written: %s", event.type, error)

@@ -27,6 +27,7 @@ from typing import Any
 
 from diloco.engines.note import Note, ValidationFigure
 from diloco.engines.rounds import Member
+from diloco.history.events import EvaluationEvent
 from diloco.history.log import EventLog
 from diloco.outer.loop import OuterLoop
 from diloco.training.config.run import RunConfig
@@ -127,7 +128,7 @@ class SwarmValidation(Validation):
             result = self._evaluator.measure(*self._share(due), self._stopped)
         if not self._stopped():
             self._not_before = self._outer.schedule.posts_until(due.step + self._outer.schedule.overlap_steps)
-            self._events.emit("evaluation", step=due.step, loss=result.loss, tokens=result.tokens)
+            self._events.emit(EvaluationEvent(step=due.step, loss=result.loss, tokens=result.tokens))
             self._record(mode, result, due)
 
     def measure_end(self, mode: Mode) -> None:
@@ -251,7 +252,7 @@ class SwarmValidation(Validation):
         named = {"doubtful": doubtful} if doubtful else {}
         self._announce(step, whole, measured_by=sorted(shares)[:_MOST_NAMED], **named, **more)
 
-    def _announce(self, step: int, whole: Evaluation, **more: object) -> None:
+    def _announce(self, step: int, whole: Evaluation, **more: Any) -> None:
         super()._announce(step, whole, **more)
         self._figure = whole
         self._open = {later: measured for later, measured in self._open.items() if later > step}

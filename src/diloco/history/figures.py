@@ -1,0 +1,369 @@
+"""The figures of a run at a moment, for terminal, status, page and metrics: each is counted here and nowhere else.
+
+figures = RunFigures(history)             now
+figures = RunFigures(history, until)      as they were at that time
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from diloco.history.columns import finite
+from diloco.history.members import GONE, MemberHistory
+from diloco.history.rounds import RoundHistory, usual_workers
+from diloco.history.run_history import RunHistory
+from diloco.history.workers import WorkerHistory
+
+_AMISS = ("lost", "banned", "excluded", "failed")
+_USUAL = 5  # a straggler was the last in a fifth of the rounds
+_LATEST_ROUNDS = 100
+
+
+def data_parallel_bytes(parameters: int, steps: int, workers: int) -> int:
+    """What a worker sends if fp32 gradients are averaged at every step: a reduce-scatter and an all-gather of each."""
+    return round(steps * 2 * (workers - 1) / workers * 4 * parameters)
+
+
+@dataclass
+class WorkerFigures:
+    """A worker at a moment; its counters are None before its first row."""
+
+    number: int
+    history: WorkerHistory
+    state: str
+    values: dict[str, float | None]
+    """The last row of its columns."""
+
+    @property
+    def local(self) -> bool:
+        """A worker of this machine."""
+        return self.history.local
+
+    @property
+    def active(self) -> bool:
+        """It has not ended, and is not gone."""
+        return self.state not in ("done", "failed", "", *GONE)
+
+    @property
+    def step(self) -> int:
+        """Its position in the schedule."""
+        return int(self.values["step"] or 0)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that it has trained on, since it joined."""
+        return int(self.values["tokens"] or 0)
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that it has sent, with those of the rounds since its last logged step."""
+        return int(self.values["bytes_sent"] or 0)
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Its seconds of training, with rounds and without evaluations."""
+        return self.values["elapsed_seconds"] or 0.0
+
+    @property
+    def utilization(self) -> float | None:
+        """The share of these seconds that was not spent on rounds."""
+        return 1 - (self.values["sync_seconds"] or 0.0) / self.elapsed_seconds if self.elapsed_seconds else None
+
+
+@dataclass
+class MemberFigures:
+    """A member of a swarm at a moment."""
+
+    number: int
+    peer: str
+    label: str
+    link: str
+    state: str
+    since: float
+    joined: float
+    reason: str
+    values: dict[str, float | None]
+    """The last row of its columns, without the time."""
+
+    @property
+    def gone(self) -> bool:
+        """It has left, is lost, or was excluded."""
+        return self.state in GONE
+
+
+@dataclass(frozen=True)
+class ValidationFigures:
+    """The validations so far."""
+
+    step: int
+    loss: float | None
+    perplexity: float | None
+    best_step: int | None
+    best_perplexity: float | None
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The worker for which the others waited most often in the latest rounds."""
+
+    worker: int
+    rounds: int
+    of: int
+
+
+class RunFigures:
+    """The figures of a run; `until`: a moment of it, None: now."""
+
+    def __init__(self, history: RunHistory, until: float | None = None, *, elastic: bool | None = None) -> None:
+        self.history = history
+        self.until = until
+        self.elastic = history.elastic if elastic is None else elastic
+        """A swarm's run, in which positions jump."""
+        self.rounds = history.rounds.until(until)
+        """The rounds with an outcome, in order."""
+        self.workers = self._workers()
+        self.members = self._members()
+
+    # Workers and members
+
+    def _workers(self) -> list[WorkerFigures]:
+        workers = []
+        for number, worker in sorted(self.history.workers.items()):
+            values = {name: worker.columns.last(name, self.until) for name in worker.columns.names}
+            state = worker.state_at(self.until)
+            if self.until is None or values["time"] is not None or state is not None:
+                state = state or ("training" if values["time"] is not None else "")
+                workers.append(WorkerFigures(number, worker, state, values))
+        return workers
+
+    def _members(self) -> list[MemberFigures]:
+        """The members, with one state for a worker that is also a member: of this machine its own, else the swarm's."""
+        contributed = {worker: one.sequence for one in self.rounds if one.merged for worker in one.contributors}
+        workers = {worker.number: worker for worker in self.workers}
+        members = []
+        for number, history in sorted(self.history.members.by_number.items()):
+            member = _member(number, history, self.until)
+            if member is None:
+                continue
+            if number in contributed:  # members are listed every ten seconds only
+                member.values["contributed"] = max(contributed[number], int(member.values["contributed"] or 0))
+            worker = workers.get(number)
+            if worker is not None and not member.gone:
+                member.values["step"] = max(worker.step, member.values["step"] or 0)
+            if worker is not None and worker.local:
+                if worker.history.states:
+                    member.joined = min(member.joined, worker.history.states[0][0])
+                if not worker.active and not member.gone:
+                    member.state = worker.state
+            elif worker is not None:
+                worker.state = member.state
+            members.append(member)
+        return members
+
+    @cached_property
+    def local(self) -> list[WorkerFigures]:
+        """The workers of this machine; all, if none is known to be."""
+        return [worker for worker in self.workers if worker.local] or self.workers
+
+    @cached_property
+    def running(self) -> list[WorkerFigures]:
+        """The workers that train; of an ended run those that ended well."""
+        active = [worker for worker in self.workers if worker.active]
+        return active or [worker for worker in self.workers if worker.state not in _AMISS]
+
+    # Steps
+
+    @property
+    def step(self) -> int:
+        """The step of the slowest worker; in a swarm, of the furthest local one."""
+        return (max if self.elastic else min)((worker.step for worker in self.local), default=0)
+
+    @property
+    def loss(self) -> float | None:
+        """The mean training loss of the workers of this machine."""
+        return _mean([worker.values["loss"] for worker in self.local])
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that all known workers have trained on."""
+        return sum(worker.tokens for worker in self.workers)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The present speed of all workers."""
+        return sum(worker.values["tokens_per_second"] or 0.0 for worker in self.running)
+
+    @property
+    def utilization(self) -> float | None:
+        """The share of the time that was not spent on rounds, since the start."""
+        return _mean([worker.utilization for worker in self.local])
+
+    def seconds_left(self, steps: float | None) -> float | None:
+        """Until the run's last step: of the worker that needs longest; in a swarm of the one that is there first."""
+        if steps is None:
+            return None
+        left = [
+            max(0.0, steps - worker.step) * seconds
+            for worker in self.local
+            if (seconds := worker.values["position_seconds"])
+        ]
+        return (min if self.elastic else max)(left, default=None)
+
+    # Validation
+
+    @cached_property
+    def validation(self) -> ValidationFigures | None:
+        """The last validation, and the best one; None before the first."""
+        values = self.history.validations.until(self.until)
+        if not len(values["step"]):
+            return None
+        losses = values["loss"]
+        best = None if np.isnan(losses).all() else int(np.nanargmin(losses))
+        return ValidationFigures(
+            step=int(values["step"][-1]),
+            loss=finite(losses[-1]),
+            perplexity=finite(values["perplexity"][-1]),
+            best_step=None if best is None else int(values["step"][best]),
+            best_perplexity=None if best is None else finite(values["perplexity"][best]),
+        )
+
+    @property
+    def perplexities(self) -> list[tuple[int, float]]:
+        """Every validation that gave a number, with its step."""
+        values = self.history.validations.until(self.until)
+        pairs = zip(values["step"], values["perplexity"], strict=True)
+        return [(int(step), float(perplexity)) for step, perplexity in pairs if perplexity == perplexity]
+
+    # Rounds
+
+    @property
+    def merged_rounds(self) -> int:
+        """Merged rounds, also those before a worker of this machine joined, which its own count includes."""
+        own = [int(worker.history.columns.last("rounds", self.until) or 0) for worker in self.workers if worker.local]
+        merged = len(self.history.rounds.merged) if self.until is None else sum(one.merged for one in self.rounds)
+        return max([merged, *own])
+
+    @property
+    def rounds_told(self) -> int:
+        """The merged rounds by the largest count that a worker ever told."""
+        return max(len(self.history.rounds.merged), self.history.most_rounds_told)
+
+    @property
+    def tokens_per_second_here(self) -> float:
+        """The present speed of this machine's workers, also of those that have failed."""
+        return sum(worker.history.progress.tokens_per_second for worker in self.local)
+
+    @property
+    def failed_rounds(self) -> int:
+        """Rounds that gave a worker of this machine no mean; a round can be merged and failed."""
+        ends = [worker.history.ended for worker in self.workers if worker.local and self.until is None]
+        failed = sum(one.failure is not None for one in self.rounds)
+        return max([failed, *(ended.rounds_failed for ended in ends if ended is not None)])
+
+    @property
+    def refused(self) -> int:
+        """Contributions that are in no mean."""
+        return sum(len(one.refused) for one in self.rounds)
+
+    @property
+    def last_round(self) -> RoundHistory | None:
+        """The last merged round."""
+        return next((one for one in reversed(self.rounds) if one.merged), None)
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The worker for which the others waited in a fifth of the latest rounds or more."""
+        latest = self.rounds[-_LATEST_ROUNDS:]
+        stragglers = [one.straggler for one in latest if one.straggler is not None]
+        if not stragglers:
+            return None
+        worker = statistics.mode(stragglers)
+        often = stragglers.count(worker)
+        return Straggler(worker, often, len(latest)) if often * _USUAL >= len(latest) else None
+
+    # Bytes
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes of the worker of this machine that sent most."""
+        return max((worker.bytes_sent for worker in self.local), default=0)
+
+    @cached_property
+    def usual_workers(self) -> int:
+        """As many workers a data-parallel run would have had: all, or in a swarm as many as a round had on average."""
+        usual = usual_workers(self.rounds)
+        if not self.elastic:
+            usual = self.expected_workers or usual
+        return max(1, round(usual))
+
+    @property
+    def expected_workers(self) -> int:
+        """The workers that the run was started with; 0 if that is not known."""
+        starts = [worker.started for worker in self.history.workers.values()]
+        return max((started.workers for started in starts if started is not None), default=0)
+
+    @cached_property
+    def data_parallel_bytes(self) -> int:
+        """What that worker would have sent, averaging fp32 gradients at every step."""
+        first = max(self.local, key=lambda worker: worker.tokens, default=None)
+        per_step = self.history.tokens_per_step
+        taken = 0 if first is None or not per_step else first.tokens // per_step
+        return data_parallel_bytes(self.history.trainable_parameters, taken, self.usual_workers)
+
+    @property
+    def link_bytes_per_second(self) -> float | None:
+        """The most that the link carried in a round."""
+        rates = [
+            one.bytes_sent / seconds for one in self.rounds if (seconds := one.statistics["seconds"]) and one.bytes_sent
+        ]
+        return max(rates, default=None)
+
+    # Health
+
+    @cached_property
+    def states(self) -> dict[int, str]:
+        """The state of every worker and member by number."""
+        states = {worker.number: worker.state for worker in self.workers}
+        for member in self.members:
+            known = member.number in states and self.history.workers[member.number].local
+            if not known or member.gone:
+                states[member.number] = member.state
+        return states
+
+    @property
+    def present(self) -> int:
+        """How many workers are there."""
+        return sum(state not in (*GONE, "failed") for state in self.states.values())
+
+    @property
+    def lost(self) -> list[int]:
+        """The workers that are gone against their will."""
+        return sorted(number for number, state in self.states.items() if state in _AMISS)
+
+    @property
+    def left(self) -> list[int]:
+        """The workers that have left."""
+        return sorted(number for number, state in self.states.items() if state == "left")
+
+    @property
+    def not_finite(self) -> list[int]:
+        """The workers whose loss is no number."""
+        return sorted(number for number, one in self.history.workers.items() if one.diverged_at(self.until))
+
+
+def _member(number: int, member: MemberHistory, time: float | None) -> MemberFigures | None:
+    states = [state for state in member.states if time is None or state[0] <= time]
+    if not states:
+        return None
+    since, state, reason = states[-1]
+    values = {name: member.columns.last(name, time) for name in member.columns.names if name != "time"}
+    joined = next((at for at, what, _ in states if what not in GONE), since)
+    return MemberFigures(number, member.peer, member.label, member.link, state, since, joined, reason, values)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None

@@ -1,0 +1,263 @@
+"""The rounds of a run, put together from the reports of the workers of this machine."""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.history.columns import finite, number
+from diloco.history.events import ROUND_STATISTICS, RoundEndedEvent, RoundMember, RoundPostedEvent
+
+TOLD = ("encode", "flight", "waited", "merge", "others", "send", "reduce")
+"""What a worker tells the others of its last round (`MemberReport.last_round_seconds`), after the round's number."""
+_MOST_COSINES = 64 * 63 // 2
+_KEPT_COSINES = 16  # rounds
+_LONGEST_SECONDS = 1e9
+
+
+@dataclass
+class WorkerRound:
+    """One worker's part in a round: when it posted, when it had the mean, and what it did in between."""
+
+    started: float | None = None
+    """When the inner steps of this round began, as far as is known."""
+    posted: float | None = None
+    ended: float | None = None
+    compute_seconds: float | None = None
+    worked_seconds: float | None = None
+    """Its own account of the inner steps, without evaluations: the same measure on every machine."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Where its time went, by the names of TOLD; without those that no engine could measure."""
+    norm: float | None = None
+    failure: str | None = None
+    elsewhere: bool = False
+    """A worker of another machine: known from its reports, in which a round's phases come with the next round."""
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase. `wait`: for the others' contributions, and what no other phase explains; `flight`: inner
+        steps between post and merge, during which the engine works (docs/events.md)."""
+        phases = {name: seconds for name, seconds in self.seconds.items() if seconds > 0 and name != "waited"}
+        waited = self.seconds.get("waited", 0.0)
+        if not phases and not self.elsewhere and self.posted is not None and self.ended is not None:
+            waited = max(waited, self.ended - self.posted)  # an event of an earlier version
+        if waited > 0:
+            phases["wait"] = waited
+        return phases
+
+
+@dataclass
+class RoundHistory:
+    """One outer step of one fragment."""
+
+    sequence: int
+    fragment: int = 0
+    step: int = 0
+    time: float = 0.0
+    """When the first worker of this machine had its outcome."""
+    workers: dict[int, WorkerRound] = field(default_factory=dict)
+    contributors: list[int] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    clipped: dict[str, str] = field(default_factory=dict)
+    """Contributions that were scaled down, with the reason."""
+    failure: str | None = None
+    merged: bool = False
+    told_first: dict[bool, int] = field(default_factory=dict)
+    """Which worker was the first to tell that the round has failed (True), or has not."""
+    statistics: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(ROUND_STATISTICS))
+    """The numbers of the round as a whole (ROUND_STATISTICS), by the last worker that told them."""
+    bytes_sent: int = 0
+    """The bytes of the worker that sent most."""
+    digests: dict[str, int] = field(default_factory=dict)
+    """Anchor digest -> how many members have it."""
+    odd_workers: list[int] = field(default_factory=list)
+    """Members whose anchor is not most members' anchor."""
+    cosines: list[list[float]] = field(default_factory=list)
+    """The cosines of every pair of workers, in the latest rounds only: they are many."""
+    pairs: int = 0
+    cosine_low: float | None = None
+    cosine_high: float | None = None
+    cosine_mean: float | None = None
+
+    @property
+    def has_outcome(self) -> bool:
+        """False for a round to which no worker brought any work, or that is under way."""
+        return self.merged or self.failure is not None
+
+    @property
+    def straggler(self) -> int | None:
+        """The worker for which the others waited: it computed a tenth longer than the median of them."""
+        measure = "worked_seconds" if any(part.elsewhere for part in self.workers.values()) else "compute_seconds"
+        known = {worker: getattr(part, measure) for worker, part in self.workers.items()}
+        seconds: dict[int, float] = {worker: taken for worker, taken in known.items() if taken is not None}
+        if len(seconds) < 2:
+            return None
+        slowest = max(seconds, key=lambda worker: seconds[worker])
+        others = statistics.median(taken for worker, taken in seconds.items() if worker != slowest)
+        return slowest if seconds[slowest] > 1.1 * others else None
+
+
+class RoundsHistory:
+    """The rounds by sequence. A round is there from the first post on."""
+
+    def __init__(self) -> None:
+        self.by_sequence: dict[int, RoundHistory] = {}
+        self.merged: set[int] = set()
+        self.failed: set[int] = set()
+        self.refused = 0
+        """Contributions that are in no mean."""
+        self.in_progress: int | None = None
+        """The round that was posted last, until a worker has its outcome."""
+        self._with_cosines: deque[RoundHistory] = deque()
+        self._ended: dict[int, float] = {}  # worker -> when its last round ended
+        self._worked: dict[int, float] = {}  # worker -> its seconds of training without rounds, at its last report
+
+    def posted(self, event: RoundPostedEvent) -> None:
+        """Take in a worker's post."""
+        part = self._part(event)
+        part.posted = event.time
+        part.started = self._ended.get(event.worker)
+        if part.started is not None:
+            part.compute_seconds = max(0.0, event.time - part.started)
+        self.in_progress = event.sequence
+
+    def began(self, worker: int, time: float) -> None:
+        """Note that the worker takes inner steps from now on."""
+        self._ended[worker] = time
+
+    def ended(self, event: RoundEndedEvent) -> tuple[RoundHistory, bool]:
+        """Take in a worker's outcome. Returns the round, and whether the event is the first that tells its members."""
+        part = self._part(event)
+        part.ended = event.time
+        part.norm = event.norm
+        part.failure = event.failure
+        part.seconds = {name: taken for name in TOLD if (taken := getattr(event, f"{name}_seconds")) is not None}
+        self._ended[event.worker] = event.time
+        if self.in_progress == event.sequence:
+            self.in_progress = None
+        round_ = self.by_sequence[event.sequence]
+        round_.step = event.step
+        round_.fragment = event.fragment
+        round_.time = round_.time or event.time
+        round_.told_first.setdefault(event.failure is not None, event.worker)
+        if event.failure is not None:
+            round_.failure = event.failure
+            self.failed.add(event.sequence)
+        first = False
+        if event.mean_norm is not None or event.contributors or event.members:
+            first = self._merged(event, round_)
+        return round_, first
+
+    def _merged(self, event: RoundEndedEvent, round_: RoundHistory) -> bool:
+        if event.mean_norm is not None:
+            round_.merged = True
+            self.merged.add(event.sequence)
+        round_.statistics = {name: getattr(event, name) for name in ROUND_STATISTICS}
+        round_.bytes_sent = max(round_.bytes_sent, event.bytes_sent)
+        round_.contributors = list(event.contributors)
+        refused_before = len(round_.refused)
+        round_.refused |= {str(worker): str(reason) for worker, reason in event.refused.items()}
+        round_.clipped |= {str(worker): str(reason) for worker, reason in event.clipped.items()}
+        self.refused += len(round_.refused) - refused_before
+        if round_.digests:
+            return False
+        self._keep_cosines(event.cosines, round_)
+        digests: dict[str, list[int]] = {}
+        for member in event.members:
+            if member.anchor_digest:
+                digests.setdefault(member.anchor_digest, []).append(member.worker)
+            self._told_part(member, round_)
+        round_.digests = {digest: len(workers) for digest, workers in digests.items()}
+        most = max(digests.values(), key=len, default=[])
+        round_.odd_workers = sorted(w for workers in digests.values() if workers is not most for w in workers)
+        return True
+
+    def _keep_cosines(self, cosines: Sequence[Any], round_: RoundHistory) -> None:
+        told = cosines[:_MOST_COSINES]
+        pairs: list[Any] = [pair for pair in told if isinstance(pair, list | tuple) and len(pair) == 3]
+        values = [value for pair in pairs if (value := number(pair[2])) == value]
+        round_.cosines = pairs
+        round_.pairs = len(values)
+        round_.cosine_low = min(values, default=None)
+        round_.cosine_high = max(values, default=None)
+        round_.cosine_mean = statistics.fmean(values) if values else None
+        self._with_cosines.append(round_)
+        if len(self._with_cosines) > _KEPT_COSINES:
+            self._with_cosines.popleft().cosines = []
+
+    def _told_part(self, member: RoundMember, round_: RoundHistory) -> None:
+        """A member reports its seconds at every round: the difference is this round's work."""
+        worker, report = member.worker, member.report
+        worked = number(report.elapsed_seconds) - number(report.sync_seconds)
+        before = self._worked.get(worker)
+        if before is None or worked > before:
+            self._worked[worker] = worked
+        part = round_.workers.setdefault(worker, WorkerRound(elsewhere=worker not in self._ended))
+        if before is not None and worked > before:
+            part.worked_seconds = worked - before
+        if not part.elsewhere:
+            return
+        part.compute_seconds = part.worked_seconds
+        part.norm = member.norm
+        self._remote_phases(worker, report.last_round_seconds)
+
+    def _remote_phases(self, worker: int, told: Sequence[object]) -> None:
+        """The phases of the round before, which ended for that worker when it did here: no clock is shared."""
+        sequence, *seconds = [_seconds(value) for value in told] or [-1.0]
+        before = self.by_sequence.get(int(sequence))
+        part = None if before is None else before.workers.get(worker)
+        if before is None or part is None or not part.elsewhere or len(seconds) != len(TOLD):
+            return
+        taken = dict(zip(TOLD, seconds, strict=True))
+        part.ended = before.time
+        part.posted = before.time - taken["flight"] - taken["waited"] - taken["merge"]
+        if part.compute_seconds is not None:
+            part.started = part.posted - taken["encode"] - part.compute_seconds
+        part.seconds = taken
+
+    def forget(self, after_step: int) -> None:
+        """A resume has taken the later rounds back, and repeats the number of one to which no worker brought work."""
+        self.by_sequence = {
+            sequence: round_
+            for sequence, round_ in self.by_sequence.items()
+            if round_.step <= after_step and round_.has_outcome
+        }
+        self.merged = {sequence for sequence, round_ in self.by_sequence.items() if round_.merged}
+        self.failed = {sequence for sequence, round_ in self.by_sequence.items() if round_.failure is not None}
+        self.refused = sum(len(round_.refused) for round_ in self.by_sequence.values())
+        self.in_progress = None
+        self._ended = {}
+        self._worked = {}
+
+    def until(self, time: float | None) -> list[RoundHistory]:
+        """The rounds with an outcome by then, in order; without those to which no worker brought any work."""
+        known = [round_ for round_ in self.by_sequence.values() if round_.has_outcome]
+        ended = [round_ for round_ in known if time is None or round_.time <= time]
+        return sorted(ended, key=lambda round_: round_.sequence)
+
+    def first_told(self, event: RoundEndedEvent) -> bool:
+        """Whether its worker was the first of this machine to tell this outcome of the round."""
+        round_ = self.by_sequence.get(event.sequence)
+        return round_ is not None and round_.told_first.get(event.failure is not None) == event.worker
+
+    def last_merged(self) -> RoundHistory | None:
+        """The merged round with the highest number."""
+        return self.by_sequence[max(self.merged)] if self.merged else None
+
+    def _part(self, event: RoundPostedEvent | RoundEndedEvent) -> WorkerRound:
+        round_ = self.by_sequence.setdefault(event.sequence, RoundHistory(event.sequence))
+        round_.step = round_.step or event.step
+        return round_.workers.setdefault(event.worker, WorkerRound())
+
+
+def usual_workers(rounds: Sequence[RoundHistory]) -> float:
+    """How many contributions a merged round had, on average; 1 if there is none."""
+    counts = [len(round_.contributors) for round_ in rounds if round_.merged]
+    return statistics.fmean(counts) if counts else 1.0
+
+
+def _seconds(value: object) -> float:
+    """The seconds that another machine tells; 0 for what is unknown, or cannot be."""
+    taken = finite(value)
+    return taken if taken is not None and 0 <= taken < _LONGEST_SECONDS else 0.0

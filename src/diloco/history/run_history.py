@@ -1,0 +1,518 @@
+"""A run, folded from its events: what terminal, report, status, compare, page, metrics, plots and sinks read of it.
+
+    history = read_history(folder)              of a whole log
+    history = LiveHistory(folder); .refresh()   while the run writes it: the same in the end
+
+It keeps numbers and short texts instead of events, so that a run of a hundred thousand events stays small. Everything
+carries its time: the figures of any moment of the run are computed from the same history (figures.py). Steps that a
+resume has taken back are left out: a worker that resumes from step 120 takes its later steps again, so the log's
+earlier events of these steps no longer count. The log itself is only ever appended to. No reader of a run counts events
+itself.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.history.columns import Columns
+from diloco.history.events import (
+    AloneEvent,
+    CheckpointEvent,
+    EvaluationEvent,
+    Event,
+    ExcludedEvent,
+    FirstStepEvent,
+    JoinedEvent,
+    LossNotFiniteEvent,
+    MemberEvent,
+    MembersEvent,
+    ResumedEvent,
+    ResyncEvent,
+    RoundEndedEvent,
+    RoundMember,
+    RoundPostedEvent,
+    SampleEvent,
+    SizesEvent,
+    StartingEvent,
+    StateArrivingEvent,
+    StepEvent,
+    SwarmEvent,
+    UnknownEvent,
+    ValidationEvent,
+    WaitingEvent,
+    WarmStartEvent,
+    WorkerEndedEvent,
+    WorkerFailedEvent,
+    WorkerFinishedEvent,
+    WorkerStartedEvent,
+    read_event,
+)
+from diloco.history.log import Decode, EventReader, decode_line, read_events
+from diloco.history.members import MembersHistory
+from diloco.history.notes import RunNotes
+from diloco.history.renumbering import follow_numbers
+from diloco.history.rounds import RoundsHistory
+from diloco.history.waterfall import Span, round_spans
+from diloco.history.workers import OwnWork, WorkerHistory
+
+logger = logging.getLogger(__name__)
+_MOST_SAMPLES = 200
+_KEPT_TOLD = 64  # events: a resume goes back by some rounds
+_OF_ANOTHER_VERSION = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+"""What an event of another version raises, or one that is made up."""
+_BEGINNINGS = (SizesEvent, SwarmEvent, WorkerStartedEvent)
+"""What a worker writes first: in a swarm `swarm`; elsewhere `sizes`, which one worker writes, or `worker_started`."""
+
+
+class RunClock:
+    """The time that a run has taken: from its first event to its last, without the pauses in which nothing ran."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last: float | None = None
+        self.starts = 0
+        """How often the run was started."""
+        self.pauses: list[tuple[float, float]] = []
+        """When the run was started again, and for how many seconds nothing had run."""
+        self._begun: set[tuple[int, str]] = set()
+
+    def update(self, event: Event) -> bool:
+        """Take in an event. Returns whether it begins another start: one of _BEGINNINGS its worker wrote before."""
+        again = False
+        time = event.time
+        if isinstance(event, _BEGINNINGS):
+            beginning = (event.worker, event.type)
+            again = beginning in self._begun
+            if again and self.last is not None:
+                self.pauses.append((time, max(0.0, time - self.last)))
+                self._begun.clear()
+            self._begun.add(beginning)
+        self.starts += again or self.first is None
+        self.first = time if self.first is None else min(self.first, time)
+        self.last = time if self.last is None else max(self.last, time)
+        return again
+
+    def seconds(self, until: float | None = None) -> float | None:
+        """How long the run had trained by then; None before its first event."""
+        end = self.last if until is None else until
+        if end is None or self.first is None:
+            return None
+        return max(0.0, end - self.first - sum(taken for at, taken in self.pauses if at <= end))
+
+
+@dataclass
+class RunStart:
+    """What is known of one start of the run."""
+
+    bad_loss: LossNotFiniteEvent | None = None
+    excluded: bool = False
+    """The swarm has refused a worker of this machine."""
+    sample: SampleEvent | None = None
+
+    @property
+    def would_end_the_same(self) -> bool:
+        """Whether resuming is of no use: a loss was not finite, or the swarm refused the worker."""
+        return self.bad_loss is not None or self.excluded
+
+
+class _Told(NamedTuple):
+    """What a round or a worker's end told of the members."""
+
+    step: int
+    members: Sequence[RoundMember]
+    roster: Sequence[int]
+
+
+class RunHistory:
+    """`update` with every event, in the order of the log."""
+
+    def __init__(self, *, elastic: bool = False) -> None:
+        """`elastic`: a swarm's run, in which positions jump; also learnt from the events."""
+        self.elastic = elastic
+        self.events = 0
+        self.refused_events = 0
+        """Events whose fields are not those of this version."""
+        self.clock = RunClock()
+        self.latest_start = RunStart()
+        self.started: WorkerStartedEvent | None = None
+        """The latest one."""
+        self.resolved: Mapping[str, Any] = {}
+        """Every option and what was decided for those left open, by dotted key."""
+        self.sizes: SizesEvent | None = None
+        self.swarm: SwarmEvent | None = None
+        self.workers: dict[int, WorkerHistory] = {}
+        self.left_out: dict[int, WorkerHistory] = {}
+        """The workers that a resume has left out, as far as their steps count."""
+        self.validations = Columns("time", "step", "loss", "perplexity", "measured")
+        """`time`: when it was told; `measured`: when a worker measured its share."""
+        self.rounds = RoundsHistory()
+        self.members = MembersHistory()
+        self.present = 0
+        """How many members the run has, as last told."""
+        self.notes = RunNotes()
+        self.samples: list[SampleEvent] = []
+        self.checkpoint_step = 0
+        self.most_rounds_told = 0
+        self._told: deque[_Told] = deque(maxlen=_KEPT_TOLD)
+        self._measured: dict[int, float] = {}
+        self._local: set[int] = set()
+        self._missed: list[tuple[int, int, int]] = []  # worker, position at which it was new, steps it did not take
+
+    # What it says
+
+    @property
+    def agreed(self) -> Sequence[RoundMember]:
+        """The members as last told, with a round or at a worker's end."""
+        return next((told.members for told in reversed(self._told) if told.members), ())
+
+    @property
+    def roster(self) -> Sequence[int]:
+        """The numbers of all members at the last round of a swarm."""
+        return next((told.roster for told in reversed(self._told) if told.roster), ())
+
+    @property
+    def parameters(self) -> int:
+        """The parameters of the model."""
+        return 0 if self.started is None else self.started.parameters
+
+    @property
+    def trainable_parameters(self) -> int:
+        """The parameters that are averaged: with LoRA those of the adapters. Earlier versions do not tell them."""
+        return 0 if self.started is None else self.started.trainable_parameters or self.started.parameters
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The tokens of one inner step of a worker."""
+        return 0 if self.started is None else self.started.tokens_per_step
+
+    @property
+    def unigram_perplexity(self) -> float | None:
+        """The perplexity of guessing words by their frequency."""
+        return None if self.started is None else self.started.unigram_perplexity
+
+    @property
+    def local_workers(self) -> dict[int, WorkerHistory]:
+        """The workers of this machine by number."""
+        return {number: worker for number, worker in sorted(self.workers.items()) if worker.local}
+
+    @property
+    def own_work(self) -> dict[int, OwnWork]:
+        """What each worker of this machine has done in all its starts."""
+        known = {number: worker for number, worker in self.workers.items() if worker.own_work is not None}
+        return {number: worker.all_work() for number, worker in known.items()}
+
+    def spans(self) -> list[Span]:
+        """What each worker did at every moment of its rounds."""
+        began = {number: worker.began for number, worker in self.workers.items()}
+        return round_spans([round_ for _, round_ in sorted(self.rounds.by_sequence.items())], began)
+
+    def steps_not_taken(self) -> int:
+        """The steps that workers which joined after the first step are counted for and did not take."""
+        return sum(steps for _, _, steps in self._missed)
+
+    # How it is told
+
+    def update(self, event: Event) -> None:
+        """Take in the next event of the log."""
+        self.events += 1
+        if self.clock.update(event):
+            self.latest_start = RunStart()
+        if isinstance(event, UnknownEvent):
+            if event.problem is not None:
+                self.refused_events += 1
+                logger.debug("an event of type %s was left out: %s", event.name, event.problem)
+            return
+        try:
+            if (take_in := _HANDLERS.get(type(event))) is not None:
+                take_in(self, event)
+            if isinstance(event, MemberEvent):
+                self.members.changed(event)
+            self.notes.update(event, self._local)
+        except _OF_ANOTHER_VERSION:
+            self.refused_events += 1
+            logger.debug("an event was left out: %.200r", event, exc_info=True)
+
+    def _own(self, event: Event) -> WorkerHistory:
+        """The worker that wrote the event: one of this machine."""
+        worker = self._numbered(event.worker)
+        worker.local = True
+        self._local.add(event.worker)
+        return worker
+
+    def _numbered(self, number: int) -> WorkerHistory:
+        worker = self.workers.get(number)
+        if worker is None:
+            worker = self.left_out.pop(number) if number in self.left_out else WorkerHistory()
+            self.workers[number] = worker
+        return worker
+
+    def _on_sizes(self, event: SizesEvent) -> None:
+        self.sizes = event
+
+    def _on_worker_started(self, event: WorkerStartedEvent) -> None:
+        worker = self._own(event)
+        worker.ended = None
+        worker.starts += 1
+        worker.progress.update(event)
+        worker.started = event
+        worker.first_step_seconds = None
+        worker.has_logged = False
+        worker.states.append((event.time, "starting"))
+        self.started = event
+        self.resolved = event.resolved
+        self.elastic |= event.resolved.get("engine") == "swarm"
+        self.present = event.workers
+        self._began(worker, event)
+
+    def _on_starting(self, event: StartingEvent) -> None:
+        worker = self._own(event)
+        worker.states.append((event.time, event.doing))
+        self._began(worker, event)
+
+    def _began(self, worker: WorkerHistory, event: Event) -> None:
+        worker.began.append(event.time)
+        self.rounds.began(event.worker, event.time)
+
+    def _on_first_step(self, event: FirstStepEvent) -> None:
+        worker = self._own(event)
+        worker.first_step_seconds = event.seconds
+        worker.progress.update(event)
+        worker.states.append((event.time, "training"))
+
+    def _on_step(self, event: StepEvent) -> None:
+        worker = self._own(event)
+        worker.has_logged = True
+        worker.progress.update(event)
+        worker.reached = max(worker.reached, event.step)
+        worker.count(event.time, logged=True, event=event)
+        diverged = worker.progress.loss is None
+        if diverged != (bool(worker.not_finite) and worker.not_finite[-1][1]):
+            worker.not_finite.append((event.time, diverged))
+        worker.set_state(event.time, "training")
+        self._count_own_work(worker, event)
+        self.most_rounds_told = max(self.most_rounds_told, event.rounds or 0)
+
+    def _count_own_work(self, worker: WorkerHistory, event: StepEvent | WorkerEndedEvent) -> None:
+        worker.own_work = worker.own_work or OwnWork()
+        worker.own_work.read(event)
+
+    def _on_round_posted(self, event: RoundPostedEvent) -> None:
+        self.rounds.posted(event)
+        worker = self._own(event)
+        worker.progress.update(event)
+        worker.count(event.time)
+        worker.set_state(event.time, "in a round")
+
+    def _on_round(self, event: RoundEndedEvent) -> None:
+        _, first = self.rounds.ended(event)
+        own = self._own(event)
+        own.progress.update(event)
+        own.reached = max(own.reached, event.step)
+        if first:
+            self._hear(event)
+        if event.failure is None and event.members:
+            self.present = len(event.members)
+        self._told.append(_Told(event.step, event.members, event.roster))
+        own.count(event.time)
+        own.set_state(event.time, "training")
+
+    def _hear(self, event: RoundEndedEvent) -> None:
+        """Take in what the members told of themselves with a round."""
+        for member in event.members:
+            worker = self._numbered(member.worker)
+            before = worker.progress.step
+            worker.progress.report(member.report, elsewhere=not worker.local, time=event.time)
+            worker.heard_of = True
+            worker.most_tokens_told = max(worker.most_tokens_told, member.report.tokens or 0)
+            if not worker.local and worker.progress.step > before:
+                worker.count(event.time, logged=True)
+            if self.elastic:
+                self.members.listed.add(member.worker)
+
+    def _on_evaluation(self, event: EvaluationEvent) -> None:
+        """A validation is told with the next round: its place on the curve is where the first worker measured it."""
+        self._measured.setdefault(event.step, event.time)
+
+    def _on_validation(self, event: ValidationEvent) -> None:
+        if (self.validations.last("step") or -1.0) >= event.step:
+            self.validations.drop("step", event.step - 1)
+        row = {"time": event.time, "step": event.step, "loss": event.loss, "perplexity": event.perplexity}
+        self.validations.append(row | {"measured": self._measured.get(event.step, event.time)})
+
+    def _on_sample(self, event: SampleEvent) -> None:
+        self.latest_start.sample = event
+        self.samples.append(event)
+        del self.samples[:-_MOST_SAMPLES]
+
+    def _on_checkpoint(self, event: CheckpointEvent) -> None:
+        self.checkpoint_step = event.step
+
+    def _on_loss_not_finite(self, event: LossNotFiniteEvent) -> None:
+        self.latest_start.bad_loss = event
+
+    def _on_excluded(self, event: ExcludedEvent) -> None:
+        del event
+        self.latest_start.excluded = True
+
+    def _on_worker_ended(self, event: WorkerEndedEvent) -> None:
+        worker = self._own(event)
+        worker.ended = event
+        worker.states.append((event.time, "done" if isinstance(event, WorkerFinishedEvent) else "failed"))
+        worker.reached = max(worker.reached, event.inner_steps)
+        self.members.agreed(event)
+        self._told.append(_Told(event.inner_steps, event.members, ()))
+        worker.progress.update(event)
+        worker.count(event.time)
+        self._count_own_work(worker, event)
+        self.most_rounds_told = max(self.most_rounds_told, event.rounds)
+
+    def _on_resumed(self, event: ResumedEvent) -> None:
+        """Forget what was taken back: of this worker, of workers no longer in the run, of all in a restarted swarm."""
+        self.most_rounds_told = 0
+        taken_back = {number for number in self.workers if number == event.worker or number >= event.workers}
+        reached = self.workers[event.worker].reached if event.worker in self.workers else 0
+        self._missed = [
+            (number, at, steps)
+            for number, at, steps in self._missed
+            if at <= event.step or (number != event.worker and number < event.workers)
+        ]
+        for number in taken_back:
+            self.workers[number].go_back(event.time, event.step)
+        if event.workers:
+            self.left_out |= {number: worker for number, worker in self.workers.items() if number >= event.workers}
+            self.workers = {number: worker for number, worker in self.workers.items() if number < event.workers}
+        if event.worker == min(self.workers, default=0) or not event.workers:
+            self.validations.drop("step", event.step)
+            self._measured = {at: time for at, time in self._measured.items() if at <= event.step}
+            self.rounds.forget(event.step)
+            self._told = deque((told for told in self._told if told.step <= event.step), _KEPT_TOLD)
+        if event.new:
+            self._missed.append((event.worker, event.step, event.step - min(reached, event.step)))
+        if event.worker in self.workers:
+            worker = self._own(event)
+            worker.progress.update(event)
+            worker.reached = event.step
+            worker.count(event.time)
+            worker.began.append(event.time)
+        self.rounds.began(event.worker, event.time)
+
+    # Events of a swarm
+
+    def _on_swarm(self, event: SwarmEvent) -> None:
+        self.swarm = event
+        self._own(event).states.append((event.time, "starting" if event.founded else "joining"))
+
+    def _on_state_arriving(self, event: StateArrivingEvent) -> None:
+        share = event.received_bytes / max(1, event.all_bytes)
+        self._own(event).states.append((event.time, f"joining: {share:.0%}"))
+
+    def _on_waiting(self, event: AloneEvent | WaitingEvent | WarmStartEvent) -> None:
+        self._own(event).set_state(event.time, event.type)
+
+    def _on_joined(self, event: JoinedEvent) -> None:
+        worker = self._own(event)
+        worker.ended = None
+        worker.starts += 1
+        worker.earlier_work = worker.all_work()
+        worker.own_work = OwnWork()
+        worker.progress.update(event)
+        worker.count(event.time)
+        worker.states.append((event.time, "joined"))
+        worker.began.append(event.time)
+
+    def _on_resync(self, event: ResyncEvent) -> None:
+        worker = self._own(event)
+        worker.progress.update(event)
+        worker.count(event.time)
+
+    def _on_members(self, event: MembersEvent) -> None:
+        self.members.list_all(event)
+        self.present = sum(listed.state not in ("left", "lost") for listed in event.present)
+
+
+_HANDLERS: dict[type[Event], Callable[[RunHistory, Any], None]] = {
+    SizesEvent: RunHistory._on_sizes,
+    WorkerStartedEvent: RunHistory._on_worker_started,
+    StartingEvent: RunHistory._on_starting,
+    FirstStepEvent: RunHistory._on_first_step,
+    StepEvent: RunHistory._on_step,
+    RoundPostedEvent: RunHistory._on_round_posted,
+    RoundEndedEvent: RunHistory._on_round,
+    EvaluationEvent: RunHistory._on_evaluation,
+    ValidationEvent: RunHistory._on_validation,
+    SampleEvent: RunHistory._on_sample,
+    CheckpointEvent: RunHistory._on_checkpoint,
+    LossNotFiniteEvent: RunHistory._on_loss_not_finite,
+    ExcludedEvent: RunHistory._on_excluded,
+    WorkerFinishedEvent: RunHistory._on_worker_ended,
+    WorkerFailedEvent: RunHistory._on_worker_ended,
+    ResumedEvent: RunHistory._on_resumed,
+    SwarmEvent: RunHistory._on_swarm,
+    StateArrivingEvent: RunHistory._on_state_arriving,
+    AloneEvent: RunHistory._on_waiting,
+    WaitingEvent: RunHistory._on_waiting,
+    WarmStartEvent: RunHistory._on_waiting,
+    JoinedEvent: RunHistory._on_joined,
+    ResyncEvent: RunHistory._on_resync,
+    MembersEvent: RunHistory._on_members,
+}
+
+
+class LiveHistory:
+    """The history of a run folder, which `refresh` brings up to date; any later call gives the same as a whole read."""
+
+    def __init__(
+        self, folder: Path, *, elastic: bool = False, decoder: Callable[[], Decode] = lambda: decode_line
+    ) -> None:
+        self.folder = folder
+        self.reader = EventReader(folder, decoder)
+        self.history = RunHistory(elastic=elastic)
+        self.beginnings = 0
+        """How often the log was read from its beginning: it was replaced, or a worker has got another number."""
+        self._elastic = elastic
+
+    def new_events(self) -> Iterator[Event]:
+        """Each event that was appended since the last call, after the history has taken it in."""
+        while True:
+            events, restarted = self.reader.read()
+            if restarted:
+                self.history = RunHistory(elastic=self._elastic)
+                self.beginnings += 1
+            for event in events:
+                self.history.update(event)
+                yield event
+            if not events:
+                return
+
+    def refresh(self) -> bool:
+        """Read what is new; whether anything has changed."""
+        before = self.beginnings
+        count = sum(1 for _ in self.new_events())
+        return bool(count) or self.beginnings != before
+
+
+def read_history(folder: Path) -> RunHistory:
+    """The history of a run folder so far."""
+    live = LiveHistory(folder)
+    live.refresh()
+    return live.history
+
+
+def history_until(folder: Path, step: int) -> RunHistory:
+    """The history of a run folder as far as it led to the checkpoint of a step: without events of later steps."""
+    history = RunHistory()
+    for event in read_events(folder):
+        if getattr(event, "step", 0) <= step:
+            history.update(event)
+    return history
+
+
+def history_of(lines: Iterable[Mapping[str, Any]], *, elastic: bool = False) -> RunHistory:
+    """The history of events as lines of a log have them, in their order."""
+    history = RunHistory(elastic=elastic)
+    for line in follow_numbers([dict(line) for line in lines]):
+        history.update(read_event(line))
+    return history
