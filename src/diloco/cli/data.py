@@ -1,7 +1,9 @@
-"""`diloco data`: prepare a corpus before any run needs it, or train a tokenizer and keep it."""
+"""`diloco data`: prepare a corpus before any run needs it, train a tokenizer and keep it, list and clear the cache."""
 
+import sys
 import time
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated
@@ -21,18 +23,22 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.display.live import PipeSafeConsole
+from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
 from diloco.data.order import count_windows
 from diloco.data.preparation.builder import train_tokenizer
+from diloco.data.preparation.corpus_cache import CachedCorpus, cache_root, delete_corpus, list_corpora
 from diloco.data.preparation.corpus_cache import prepare as prepare_corpus
 from diloco.data.sources.registry import open_source
-from diloco.data.tokenizer import check_target
-from diloco.data.tokenizer_files import TOKENIZER_CONFIG_FILES
-from diloco.errors import ConfigError
+from diloco.data.tokenizer import TOKENIZER_CONFIG_FILES, check_target
+from diloco.errors import ConfigError, DataError
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.start import load_features
 
 _LINE_SECONDS = 10.0
+_WIDEST = 1000
+
+CacheDir = Annotated[str | None, Parameter(name="--data.cache_dir", help="The cache folder (default: the usual one).")]
 
 HELP = {
     "prepare": """\
@@ -172,8 +178,9 @@ class Preparing:
             self.console.print("interrupted; the same command continues from here", highlight=False)
 
     def show(self, stage: str, done: int, total: int | None) -> None:
-        """`total` is None if it is unknown; `done` then counts documents."""
-        new, self._stage = stage != self._stage, stage
+        """Show how far a stage is. `total` is None if it is unknown; `done` then counts documents."""
+        new = stage != self._stage
+        self._stage = stage
         if self.console.is_terminal:
             if new or self._task is None:
                 if self._task is not None:
@@ -188,7 +195,7 @@ class Preparing:
 
 
 def print_corpus(console: Console, corpus: Corpus, sequence_length: int) -> None:
-    """The corpus's folder and contents."""
+    """Print a corpus's folder and contents."""
     meta = corpus.meta
     tokens = sorted(meta.shard_tokens)
     sizes = f"{tokens[0]:,}" if tokens[0] == tokens[-1] else f"{tokens[0]:,} to {tokens[-1]:,}"
@@ -215,7 +222,7 @@ def print_corpus(console: Console, corpus: Corpus, sequence_length: int) -> None
 
 
 def shard_table(corpus: Corpus) -> Table:
-    """The size of each shard, its most frequent labels, and how pure the labels are."""
+    """Make a table of each shard's size, its most frequent labels, and how pure the labels are."""
     meta = corpus.meta
     table = Table("shard", "tokens", "share", "mostly", title="shards", title_justify="left")
     for shard, tokens in enumerate(meta.shard_tokens):
@@ -228,3 +235,108 @@ def shard_table(corpus: Corpus) -> Table:
     if meta.overall_purity is not None:
         table.add_row("", "", "", f"purity: {meta.overall_purity:.1%} of all labelled tokens")
     return table
+
+
+# The cache of prepared corpora
+
+
+def list_cache(*, cache_dir: CacheDir = None) -> None:
+    """List the prepared corpora in the cache, with their sizes."""
+    console = PipeSafeConsole()
+    root = cache_root(DataConfig(cache_dir=cache_dir))
+    corpora = list_corpora(root)
+    if not corpora:
+        console.print(Text(f"no prepared corpora in {root}"), soft_wrap=True)
+        return
+    table = Table("corpus", "documents", "tokens", "size", "last used", "state", box=None, pad_edge=False)
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for corpus in corpora:
+        numbers = ["–" if count is None else f"{count:,}" for count in (corpus.documents, corpus.tokens)]
+        table.add_row(corpus.name, *numbers, size_text(corpus.size_bytes), age(corpus), corpus.state)
+    console.width = _WIDEST  # a name is for pasting: the terminal may fold a line, the table never does
+    console.print(table)
+    total = size_text(sum(corpus.size_bytes for corpus in corpora))
+    console.print(Text(f"{len(corpora)} in {root}, {total}"), soft_wrap=True)
+
+
+def clear(
+    *names: str,
+    everything: Annotated[bool, Parameter(name="--all", negative="", help="All that no run uses.")] = False,
+    yes: Annotated[bool, Parameter(name="--yes", negative="", help="Do not ask.")] = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Delete prepared corpora that no run uses.
+
+    Parameters
+    ----------
+    names
+        The corpora to delete, as `diloco data list` shows them.
+    """
+    console = PipeSafeConsole()
+    root = cache_root(DataConfig(cache_dir=cache_dir))
+    corpora = list_corpora(root)
+    chosen = _chosen(corpora, names, everything, root)
+    free = [corpus for corpus in chosen if corpus.is_free]
+    for corpus in chosen:
+        if not corpus.is_free:
+            console.print(Text(f"kept: {corpus.name} ({corpus.state})"), soft_wrap=True)
+    if not free:
+        if chosen and not everything:
+            raise DataError("nothing was deleted: what you named is in use; stop the runs that read it first")
+        console.print(Text(f"nothing to delete in {root}"), soft_wrap=True)
+        return
+    if not yes and not _confirmed(console, free):
+        console.print("nothing was deleted", highlight=False)
+        return
+    deleted = 0
+    for corpus in free:
+        try:
+            delete_corpus(corpus)
+        except DataError as error:  # a run has begun to use it
+            console.print(Text(f"kept: {error}"), soft_wrap=True)
+        else:
+            deleted += corpus.size_bytes
+            console.print(Text(f"deleted: {corpus.name} ({size_text(corpus.size_bytes)})"), soft_wrap=True)
+    console.print(f"{size_text(deleted)} freed", highlight=False)
+
+
+def _chosen(corpora: list[CachedCorpus], names: tuple[str, ...], everything: bool, root: Path) -> list[CachedCorpus]:
+    if everything == bool(names):
+        raise ConfigError("`diloco data clear` deletes what you name: give names of `diloco data list`, or --all")
+    if everything:
+        return corpora
+    known = {corpus.name for corpus in corpora}
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else "`diloco data list` shows what there is"
+            raise ConfigError(f"there is no corpus {name!r} in {root}: {hint}")
+    return [corpus for corpus in corpora if corpus.name in names]
+
+
+def _confirmed(console: Console, corpora: list[CachedCorpus]) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError("`diloco data clear` asks before it deletes, and there is no terminal to ask at: add --yes")
+    what = corpora[0].name if len(corpora) == 1 else f"{len(corpora)} corpora"
+    size = size_text(sum(corpus.size_bytes for corpus in corpora))
+    answer = console.input(Text(f"Delete {what} ({size})? They can be prepared again from their sources. [y/N] "))
+    return answer.strip().lower() in ("y", "yes")
+
+
+def age(corpus: CachedCorpus) -> str:
+    """Say how long ago a corpus was last used."""
+    seconds = max(0.0, time.time() - corpus.last_used)
+    for unit, name in ((86_400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= unit:
+            count = int(seconds // unit)
+            return f"{count} {name}{'s' if count > 1 else ''} ago"
+    return "just now"
+
+
+def size_text(count: int) -> str:
+    """Write a number of bytes with its unit."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"

@@ -100,13 +100,13 @@ data = App(
 data.command("diloco.cli.data:prepare", name="prepare", help="Turn text into token shards, once; resumes.")
 data.command("diloco.cli.data:tokenizer", name="tokenizer", help="Train a tokenizer and keep it.")
 data.command(
-    "diloco.cli.data_cache:list_cache",
+    "diloco.cli.data:list_cache",
     name="list",
     help="List the prepared corpora in the cache, with their sizes.",
     help_epilogue="Example:  diloco data list",
 )
 data.command(
-    "diloco.cli.data_cache:clear",
+    "diloco.cli.data:clear",
     name="clear",
     help="Delete prepared corpora that no run uses.",
     help_epilogue="Example:  diloco data clear --all",

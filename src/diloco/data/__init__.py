@@ -3,7 +3,7 @@
     config.py       DataConfig: the options of the data
     sources/        documents from files, folders, the Python library or the Hugging Face hub
         formats.py, rows.py   the formats of files; a row as a document
-    tokenizer.py    text to tokens and back; tokenizer_files.py loads a tokenizer from a file, a folder or the hub
+    tokenizer.py    text to tokens and back; a tokenizer is trained, or loaded from a file, a folder or the hub
     corpus.py       a prepared corpus on disk: memory-mapped token shards and their counts
     preparation/    from a source to a corpus
         corpus_cache.py     prepare(): opens the cached corpus, or builds it once; lists and deletes cached ones

@@ -18,7 +18,7 @@ from diloco.core.config import OuterConfig, SyncConfig
 from diloco.errors import ConfigError
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.presets import preset
-from diloco.network.link import Link
+from diloco.network import NetworkLink
 from diloco.training.config.run import InnerConfig
 
 Table = TypeVar("Table")
@@ -197,8 +197,8 @@ class Arm:
         return _table(SyncConfig, "sync", self.sync)
 
     @property
-    def link(self) -> Link:
-        return Link(self.bits_per_second, self.latency_seconds)
+    def link(self) -> NetworkLink:
+        return NetworkLink(self.bits_per_second, self.latency_seconds)
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         """The model's shape with the corpus's vocabulary and this arm's sequence length."""

@@ -7,6 +7,9 @@
 
 A folder is what `save_pretrained` of transformers writes: config.json, safetensors, tokenizer.json. Refuses pickled
 weights, a vocabulary too small for the tokenizer, and sequences longer than the model's.
+
+A model of the hub is downloaded once, afterwards found without a network: safetensors and text files only, never
+pickled weights, never code. Every problem (no network, no such model, a gated one) is one ConfigError.
 """
 
 import json
@@ -18,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError, install_hint
-from diloco.models.hub import cached_folder, hub_folder
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.presets import PRESETS, preset
 
@@ -27,6 +29,9 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILE = "tokenizer.json"
 _PREFIX = "hf:"
+_SMALL_FILES = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
+_WEIGHT_FILES = ["model*.safetensors"]  # not the copies that some repositories keep for other programs
+_NO_ANSWER_SECONDS = 10.0
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")  # names in different families
 
 
@@ -42,7 +47,7 @@ class Pretrained:
 
     @property
     def tokenizer(self) -> str:
-        """Its own tokenizer, as data.tokenizer names it."""
+        """The model's own tokenizer, as data.tokenizer names it."""
         return str(self.folder) if is_local(self.name) else self.name
 
     def check(self, *, vocab_size: int, sequence_length: int) -> None:
@@ -60,23 +65,23 @@ class Pretrained:
 
 
 def uses_transformers(model: str) -> bool:
-    """Is the model computed by `transformers`?"""
+    """Whether the model is computed by `transformers`."""
     return model.startswith(_PREFIX)
 
 
 def is_pretrained(model: str) -> bool:
-    """Does it start from trained weights?"""
+    """Whether the model starts from trained weights."""
     return uses_transformers(model) or (model not in PRESETS and ("/" in model or Path(model).is_dir()))
 
 
 def is_local(name: str) -> bool:
-    """Is it a path or a preset, and not a name on the hub?"""
+    """Whether a name is a path or a preset, and not one on the hub."""
     bare = name.removeprefix(_PREFIX)
     return not uses_transformers(name) or not _could_be_on_the_hub(bare) or Path(bare).expanduser().is_dir()
 
 
 def short_name(model: str) -> str:
-    """A short name without slashes: `gpt2` of `hf:openai/gpt2`."""
+    """Shorten a name to its last part: `gpt2` of `hf:openai/gpt2`."""
     return Path(model.removeprefix(_PREFIX)).name or "model"
 
 
@@ -92,14 +97,14 @@ def check_model(model: str, *, weights: bool = True) -> Pretrained | None:
         raise ConfigError(f"model {model!r} needs the package transformers: {install_hint('hf')}")
     folder = _folder(model, weights)
     config = read_json(folder / CONFIG_FILE)
-    if not uses_transformers(model):
-        shape = ModelConfig.from_hf_config(config)
-        found = Pretrained(model, folder, shape.vocab_size, shape.max_sequence_length)
+    if uses_transformers(model):
+        vocab_size, max_sequence_length = _sizes(config, folder / CONFIG_FILE)
     else:
-        found = Pretrained(model, folder, *_sizes(config, folder / CONFIG_FILE))
+        shape = ModelConfig.from_hf_config(config)
+        vocab_size, max_sequence_length = shape.vocab_size, shape.max_sequence_length
     if weights:
         weight_files(folder)
-    return found
+    return Pretrained(model, folder, vocab_size, max_sequence_length)
 
 
 def _folder(model: str, weights: bool) -> Path:
@@ -117,27 +122,14 @@ def _folder(model: str, weights: bool) -> Path:
     return folder
 
 
-def _from_hub(name: str, weights: bool) -> Path:
-    """Download once: a cached model is used unchanged, so that all workers of a machine load the same files."""
-    cached = cached_folder(name)
-    if cached is not None and (cached / CONFIG_FILE).is_file():
-        try:
-            if weights:
-                weight_files(cached)
-        except ConfigError:
-            return hub_folder(name, weights=True)  # only the small files are here, or the download was interrupted
-        return cached
-    return hub_folder(name, weights=weights)
-
-
 def _could_be_on_the_hub(name: str) -> bool:
-    """`gpt2` or `owner/gpt2`; never a path."""
+    """Whether a name is like `gpt2` or `owner/gpt2`, which a path never is."""
     parts = name.split("/")
     return len(parts) <= 2 and all(part and part[0].isalnum() for part in parts)
 
 
 def _sizes(config: Mapping[str, Any], path: Path) -> tuple[int, int | None]:
-    """Vocabulary and longest sequence; models of text and images have them under text_config."""
+    """Return the vocabulary size and the longest sequence; models of text and images have them under text_config."""
     text = config.get("text_config") or config
     vocab_size = text.get("vocab_size")
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
@@ -147,7 +139,7 @@ def _sizes(config: Mapping[str, Any], path: Path) -> tuple[int, int | None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a model folder."""
+    """Read a JSON object of a model folder."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -160,7 +152,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder; raises if one is missing."""
+    """List the safetensors files of a model folder; raises if one is missing."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE
@@ -182,15 +174,66 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_parameters(folder: Path) -> int:
-    """How many numbers a model folder's weights have, by the headers of its files alone."""
+    """Count the numbers in a model folder's weights, by the headers of its files alone."""
     total = 0
     for path in weight_files(folder):
         try:
             with path.open("rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            total += sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+            total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
             raise ConfigError(
                 f"{path} is not a whole safetensors file ({error}): copy the model folder again"
             ) from error
     return total
+
+
+# The Hugging Face hub
+
+
+def _from_hub(name: str, weights: bool) -> Path:
+    """Download once: a cached model is used unchanged, so that all workers of a machine load the same files."""
+    cached = _cached_folder(name)
+    if cached is not None and (cached / CONFIG_FILE).is_file():
+        try:
+            if weights:
+                weight_files(cached)
+        except ConfigError:
+            return _fetch_folder(name, weights=True)  # only the small files are here, or the download was interrupted
+        return cached
+    return _fetch_folder(name, weights=weights)
+
+
+def _cached_folder(name: str) -> Path | None:
+    """Find the cached folder of `owner/name`, perhaps incomplete; None if there is none. Uses no network."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns=["config.json"]))
+    except (OSError, ValueError):  # not there, or not a valid name
+        return None
+
+
+def _fetch_folder(name: str, *, weights: bool) -> Path:
+    """Download the folder of `owner/name`; without `weights` only configuration and tokenizer are fetched."""
+    from huggingface_hub import errors, snapshot_download
+
+    patterns = _SMALL_FILES + (_WEIGHT_FILES if weights else [])
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=_NO_ANSWER_SECONDS))
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"model 'hf:{name}' is gated on the Hugging Face hub: accept its conditions at "
+            f"https://huggingface.co/{name} and log in (huggingface-cli login), or give the path of a folder"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise ConfigError(
+            f"model 'hf:{name}': the Hugging Face hub has no such model, or it is private, and there is no such "
+            f"folder; check the name, or log in (huggingface-cli login)"
+        ) from error
+    except Exception as error:  # the hub's library passes on any error of its HTTP library
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"model 'hf:{name}' cannot be fetched from the Hugging Face hub ({reason}), and it is neither a folder nor "
+            f"in the hub's cache here: check the network, or give hf:PATH of a downloaded folder"
+        ) from error

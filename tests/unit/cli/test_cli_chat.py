@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diloco.cli.main import run
 from diloco.data.sources.chat_template import CHATML, ChatTemplate
-from diloco.models.text import text_generator
-from diloco.models.text.prompts import PromptTokenizer, until
+from diloco.models import text_generator
+from diloco.models.text_generator import PromptTokenizer, until
 from support.pretrained_models import make_folder
 
 NO_PROMPT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from diloco.data.tokenizer import END_OF_TEXT, LONGEST_RUN, LONGEST_WORD, Tokenizer, cut_runs, cut_words
-from diloco.data.tokenizer_files import find_tokenizer
+from diloco.data.tokenizer import END_OF_TEXT, LONGEST_RUN, LONGEST_WORD, Tokenizer, cut_runs, cut_words, find_tokenizer
 from diloco.errors import DataError
 
 TEXT = [

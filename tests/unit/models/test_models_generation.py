@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from diloco.errors import ConfigError
+from diloco.models.generation import Sampling, generate, stream
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
-from diloco.models.text.generation import Sampling, generate, stream
 
 CONFIG = ModelConfig(
     vocab_size=50,

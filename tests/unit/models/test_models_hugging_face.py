@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertFo
 from diloco.data.config import DataConfig
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError
+from diloco.models.generation import Sampling, generate
 from diloco.models.hugging_face import HuggingFaceModel
 from diloco.models.registry import build_model
-from diloco.models.text.generation import Sampling, generate
 from diloco.training.config.run import InnerConfig
 from diloco.training.inner import inner_optimizer
 from diloco.training.validation import evaluate

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from diloco.errors import ConfigError
-from diloco.models.text.prompts import PromptTokenizer
+from diloco.models.text_generator import PromptTokenizer
 from support.pretrained_models import END, make_tokenizer
 
 

@@ -23,7 +23,7 @@ from diloco.models.pretrained import TOKENIZER_FILE
 from diloco.training.records.run_folder import model_folder_of
 
 if TYPE_CHECKING:
-    from diloco.models.text.text_generator import TextGenerator
+    from diloco.models.text_generator import TextGenerator
 
 _TEMPERATURE = 0.8
 _TOP_K = 50
@@ -259,7 +259,7 @@ def _choice(
 
 
 def _open(folder: Path, device: str, threads: int | None) -> "TextGenerator":
-    from diloco.models.text.text_generator import TextGenerator  # imports torch
+    from diloco.models.text_generator import TextGenerator  # imports torch
 
     return TextGenerator(folder, device, threads)
 

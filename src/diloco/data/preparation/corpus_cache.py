@@ -32,7 +32,7 @@ from diloco.data.preparation.builder import Preparation
 from diloco.data.preparation.partitions import LoadFeatures, Progress, model_identity
 from diloco.data.sources.base import Source
 from diloco.data.sources.registry import open_source
-from diloco.data.tokenizer_files import find_tokenizer
+from diloco.data.tokenizer import find_tokenizer
 from diloco.errors import DataError, SourceUnavailable
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from diloco.data.corpus import (
     shard_name,
 )
 from diloco.data.preparation.corpus_cache import cache_root, hold
-from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokenizer_files import TOKENIZER_CONFIG_FILES
+from diloco.data.tokenizer import TOKENIZER_CONFIG_FILES, Tokenizer
 from diloco.errors import DataError
 
 METADATA_FILES = (META, TOKENIZER, TOKENIZER_CONFIG_FILES[0])

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from diloco.data.config import DataConfig
 from diloco.data.sources.base import Spans
-from diloco.data.tokenizer_files import find_tokenizer
+from diloco.data.tokenizer import find_tokenizer
 from diloco.errors import DataError
 
 CHATML = (

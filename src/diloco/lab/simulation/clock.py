@@ -13,8 +13,7 @@ from diloco.engines.header import HEADER_BYTES
 from diloco.engines.reduction import traffic
 from diloco.lab.arm import Arm
 from diloco.lab.simulation.presence import Paces
-from diloco.network.link import Link
-from diloco.network.utilisation import BACKWARD_SHARE
+from diloco.network import BACKWARD_SHARE, NetworkLink
 
 _SAVED = ("taken", "times", "compute", "absent", "link_free")
 
@@ -23,7 +22,7 @@ class Clock:
     """Of all workers of a simulation, in seconds; `paces` is their speed in each step (presence.py)."""
 
     def __init__(self, arm: Arm, paces: Paces) -> None:
-        self._link: Link = arm.link
+        self._link: NetworkLink = arm.link
         self._paces, self._taken = paces, 0
         self._nominal = arm.step_seconds
         self._step = [arm.step_seconds] * arm.workers

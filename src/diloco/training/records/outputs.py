@@ -11,13 +11,12 @@ import torch
 from diloco.atomic_files import write_file
 from diloco.data.corpus import Corpus
 from diloco.data.sources.chat_template import ChatTemplate
-from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokenizer_files import CHAT_TEMPLATE_FILES, find_tokenizer
+from diloco.data.tokenizer import CHAT_TEMPLATE_FILES, Tokenizer, find_tokenizer
 from diloco.errors import DataError
 from diloco.history.events import Emit, SampleEvent, SampleSkippedEvent
 from diloco.models.base import LanguageModel
+from diloco.models.generation import Sampling, generate
 from diloco.models.hugging_face import HuggingFaceModel
-from diloco.models.text.generation import Sampling, generate
 from diloco.training.config.run import RunConfig
 from diloco.training.records.run_folder import ADAPTER_FOLDER, MODEL_FOLDER
 

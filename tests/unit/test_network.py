@@ -3,8 +3,7 @@
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.network.link import Link
-from diloco.network.utilisation import Exchange
+from diloco.network import Exchange, NetworkLink
 
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 SIZES = {"1B": (1e9, 0.1, 24), "10B": (1e10, 0.8, 48), "100B": (1e11, 4.9, 108)}
@@ -57,6 +56,6 @@ def test_the_bandwidth_found_reaches_the_utilisation() -> None:
 
 
 def test_a_link_takes_its_bytes_and_two_latencies() -> None:
-    assert Link(8e6, 0.01).round_seconds(1_000_000, 500_000) == pytest.approx(1.02)
+    assert NetworkLink(8e6, 0.01).round_seconds(1_000_000, 500_000) == pytest.approx(1.02)
     with pytest.raises(ConfigError, match="bits_per_second"):
-        Link(0.0)
+        NetworkLink(0.0)
