@@ -38,7 +38,7 @@ from diloco.history.run_history import read_history
 from diloco.swarm.audit import merkle
 from diloco.swarm.network.known_peers import read_peers
 from diloco.swarm.network.multiaddr import ip_of, is_public, split_peer, to_bytes, to_text
-from diloco.swarm.network.reachability import decode_result
+from diloco.swarm.network.p2pd.reachability import decode_result
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.node import comparisons
 from diloco.swarm.node.state_digest import state_digest
@@ -51,10 +51,8 @@ from diloco.swarm.sidecar import snapshots
 from diloco.swarm.simulator.workers import NAMES, plan
 from diloco.swarm.trainer import PresentWorker, Snapshot
 from diloco.swarm.trust.credential import Credential, PeerRefused
-from diloco.swarm.trust.invitation import MARK, Invitation, invite
-from diloco.swarm.trust.revocation import Revocation, RevocationClaims
-from diloco.swarm.trust.run_key import RunKey
-from diloco.swarm.trust.text_encoding import encode_text
+from diloco.swarm.trust.invitation import MARK, Invitation, encode_text, invite
+from diloco.swarm.trust.run_key import Revocation, RevocationClaims, RunKey
 from diloco.training.checkpoints.manifests import Manifest
 from diloco.training.checkpoints.tensor_files import saved_tensors
 from diloco.training.records.run_description import RunDescription

@@ -65,8 +65,8 @@ async def _findings(
     yield machine_checks.check_disk(folder)
     if missing:
         return  # the other checks import these packages
-    from diloco.swarm.doctor import network_checks, swarm_checks
-    from diloco.swarm.network.addresses import ListenConfig
+    from diloco.swarm.doctor import network_checks
+    from diloco.swarm.network.listening import ListenConfig
 
     config = ListenConfig(host, port, announce)
     yield network_checks.check_addresses()
@@ -79,10 +79,10 @@ async def _findings(
     given = [] if invitation is None else [invitation]
     if not (given or os.environ.get(VARIABLE)) or "failed" in (daemon.state, port_found.state):
         return
-    finding, parsed = swarm_checks.check_invitation(given)
+    finding, parsed = network_checks.check_invitation(given)
     yield finding
     if parsed is not None:
-        async for finding in swarm_checks.check_swarm(parsed, config):
+        async for finding in network_checks.check_swarm(parsed, config):
             yield finding
 
 

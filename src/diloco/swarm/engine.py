@@ -27,9 +27,8 @@ from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.status import RunStatus
 from diloco.swarm.settings import Settings
 from diloco.swarm.sidecar import messages, snapshots
-from diloco.swarm.sidecar.child_process import COMMAND
 from diloco.swarm.sidecar.messages import FromSidecar
-from diloco.swarm.sidecar.supervisor import Request, SidecarLost, SidecarSupervisor
+from diloco.swarm.sidecar.supervisor import COMMAND, Request, SidecarLost, SidecarSupervisor
 from diloco.swarm.trainer import PostedRound, RoundOutcome
 
 logger = logging.getLogger(__name__)

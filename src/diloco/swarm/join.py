@@ -52,7 +52,7 @@ def join_swarm(
     """
     check_swarm()  # before the modules that need the packages of the swarm extra
     from diloco.swarm.engine import SwarmEngine
-    from diloco.swarm.network.listen_port import choose_port
+    from diloco.swarm.network.listening import choose_port
 
     swarm = Path(folder).absolute() / SWARM_FOLDER
     joins = _save_invitation(swarm, name, invitation)

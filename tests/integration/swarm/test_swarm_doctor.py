@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from diloco.cli.main import run
-from diloco.swarm.doctor import machine_checks, network_checks, swarm_checks
-from diloco.swarm.network.addresses import ListenConfig
+from diloco.swarm.doctor import machine_checks, network_checks
+from diloco.swarm.network.listening import ListenConfig
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.node.node import Node
@@ -58,10 +58,10 @@ async def _node(folder: Path, ready: "threading.Event", told: dict[str, Any]) ->
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures little, and waits long enough for a busy machine, whose clock check is then less exact."""
-    monkeypatch.setattr(swarm_checks, "_MAX_PIECES", 4)
+    monkeypatch.setattr(network_checks, "_MAX_PIECES", 4)
     monkeypatch.setattr(timing, "DOCTOR_SECONDS", 100.0)
-    monkeypatch.setattr(swarm_checks, "_SOME_SKEW", 200.0)
-    monkeypatch.setattr(swarm_checks, "_MOST_SKEW", 200.0)
+    monkeypatch.setattr(network_checks, "_SOME_SKEW", 200.0)
+    monkeypatch.setattr(network_checks, "_MOST_SKEW", 200.0)
     monkeypatch.setattr(timing, "DAEMON_ASK_SECONDS", 100.0)
     monkeypatch.setattr(timing, "DIAL_BACK_SECONDS", 50.0)
 
@@ -139,7 +139,7 @@ def test_a_revoked_invitation_is_named_as_the_cause_with_what_to_do(
     async def refuse(*_: object) -> None:
         raise CallRefused("the invitation was revoked by the owner of the run", "revoked")
 
-    monkeypatch.setattr(swarm_checks._SwarmChecks, "_hello", refuse)
+    monkeypatch.setattr(network_checks._SwarmChecks, "_hello", refuse)
     code, lines = doctor(capsys, invitation.text())
     (line,) = [line for line in lines if line[8:].startswith("address ")]
     assert code == 1 and line.startswith("failed")

@@ -27,7 +27,7 @@ from diloco.swarm.engine import SwarmEngine
 from diloco.swarm.installed import check_swarm
 from diloco.swarm.protocol import timing
 from diloco.swarm.settings import Settings
-from diloco.swarm.sidecar import child_process
+from diloco.swarm.sidecar import supervisor
 from support.processes import context
 from support.rounds import contribution, decoded, values
 from support.swarm.sidecars import COMMAND, processes_with, told
@@ -292,7 +292,7 @@ def run(fd, build):
 
 process.run = run
 sys.argv[1:] = ["3"]
-runpy.run_module("{child_process.COMMAND[-1]}", run_name="__main__", alter_sys=True)
+runpy.run_module("{supervisor.COMMAND[-1]}", run_name="__main__", alter_sys=True)
 """
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError, RendezvousError
-from diloco.swarm.network.addresses import ListenConfig
-from diloco.swarm.network.p2pd import incoming
+from diloco.swarm.network.listening import ListenConfig
 from diloco.swarm.network.p2pd import transport as p2pd_transport
 from diloco.swarm.network.p2pd.transport import COMMON_FLAGS, P2pdTransport
 from diloco.swarm.network.transport import MAX_CALL_BYTES, CallRefused, Stream, Unreachable
@@ -176,8 +175,8 @@ def test_a_taken_port_and_a_foreign_host_are_refused_by_name(tmp_path: Path) -> 
 
 
 def test_a_stranger_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming, "CALLS_PER_PEER", 2)
-    monkeypatch.setattr(incoming, "STREAMS_PER_PEER", 2)
+    monkeypatch.setattr(p2pd_transport, "CALLS_PER_PEER", 2)
+    monkeypatch.setattr(p2pd_transport, "STREAMS_PER_PEER", 2)
     monkeypatch.setattr(p2pd_transport, "COMMON_FLAGS", WITHOUT_CALL_LIMIT)
 
     async def run() -> None:
@@ -310,7 +309,7 @@ _KILLED = """
 import asyncio, sys
 from pathlib import Path
 from diloco.swarm.network.p2pd.transport import P2pdTransport
-from diloco.swarm.network.addresses import ListenConfig
+from diloco.swarm.network.listening import ListenConfig
 
 async def main():
     transport = await P2pdTransport.create(Path(sys.argv[1]), "/diloco-test/1", ListenConfig(host="127.0.0.1"))

@@ -7,7 +7,7 @@ a round, and takes what it can get. `intrude` tells what it got, which must be n
 import asyncio
 from multiprocessing.connection import Connection
 
-from diloco.swarm.network.addresses import ListenConfig
+from diloco.swarm.network.listening import ListenConfig
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.protocol import guest_messages, messages

@@ -81,7 +81,7 @@ class LaunchedPeer:
 
 
 async def _main() -> None:
-    from diloco.swarm.network.addresses import ListenConfig
+    from diloco.swarm.network.listening import ListenConfig
     from diloco.swarm.network.p2pd.transport import P2pdTransport
     from diloco.swarm.network.transport import Stream
     from diloco.swarm.protocol import timing

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from diloco.swarm.network import addresses, identity, multiaddr
+from diloco.swarm.network import identity, listening, multiaddr
 
 PEER = identity.peer_id(bytes(range(32)))
 
@@ -77,7 +77,7 @@ def test_a_peers_name_begins_as_libp2ps_do() -> None:
     ],
 )
 def test_what_is_announced_may_be_written_in_three_ways(text: str, port: int | None, expected: str) -> None:
-    assert addresses.parse_announced(text, port) == expected
+    assert listening.parse_announced(text, port) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,16 +97,16 @@ def test_what_is_announced_may_be_written_in_three_ways(text: str, port: int | N
 )
 def test_what_cannot_be_announced_is_refused_with_the_reason(text: str, port: int | None, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        addresses.parse_announced(text, port)
+        listening.parse_announced(text, port)
 
 
 def test_a_host_of_another_kind_is_refused() -> None:
-    assert addresses.listen_addresses("::1", 4000) == ["/ip6/::1/tcp/4000"]
-    assert addresses.listen_addresses(None, None) == ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
+    assert listening.listen_addresses("::1", 4000) == ["/ip6/::1/tcp/4000"]
+    assert listening.listen_addresses(None, None) == ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
     with pytest.raises(ConfigError, match="not an address or name"):
-        addresses.listen_addresses("no such host", 4000)
+        listening.listen_addresses("no such host", 4000)
     with pytest.raises(ConfigError, match="between 1 and 65535"):
-        addresses.listen_addresses(None, 0)
+        listening.listen_addresses(None, 0)
 
 
 def test_a_peer_is_named_at_the_end_of_an_address() -> None:

@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 
 from diloco.swarm.network.p2pd import streams
-from diloco.swarm.network.p2pd.incoming import IncomingRequests
 from diloco.swarm.network.p2pd.streams import SocketStream
+from diloco.swarm.network.p2pd.transport import IncomingRequests
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND

@@ -18,8 +18,7 @@ from diloco.swarm.trust.credential import (
     certified_bytes,
 )
 from diloco.swarm.trust.invitation import Invitation, invite
-from diloco.swarm.trust.revocation import MAX_REVOCATION_BYTES, Revocation
-from diloco.swarm.trust.run_key import RunKey
+from diloco.swarm.trust.run_key import MAX_REVOCATION_BYTES, Revocation, RunKey
 from diloco.swarm.trust.signatures import sign
 
 NOW = 1_800_000_000.0

@@ -13,10 +13,18 @@ from diloco.errors import ConfigError
 from diloco.swarm.trust.credential import (
     MAX_EXPIRES,
 )
-from diloco.swarm.trust.invitation import MAX_ADDRESSES, Invitation, invite, is_word, read_invitations
+from diloco.swarm.trust.invitation import (
+    MAX_ADDRESSES,
+    DamagedText,
+    Invitation,
+    decode_text,
+    encode_text,
+    invite,
+    is_word,
+    read_invitations,
+)
 from diloco.swarm.trust.run_key import RunKey
 from diloco.swarm.trust.signatures import key_id
-from diloco.swarm.trust.text_encoding import DamagedText, decode_text, encode_text
 
 NOW = 1_800_000_000.0
 ALICE = "12D3KooWL51Y1SzTFXeRnP1sxNC1PmDRHPAmWe4jf9WHZvP6BbAN"

@@ -21,8 +21,8 @@ from diloco.swarm.settings import Settings
 from diloco.swarm.shared_memory import KeptMappings, SharedMemory
 from diloco.swarm.sidecar import link as linking
 from diloco.swarm.sidecar import messages, snapshots
-from diloco.swarm.sidecar.child_process import SidecarProcess
 from diloco.swarm.sidecar.link import AsyncLink, Link, LinkClosed, LinkError, LinkFull, pair
+from diloco.swarm.sidecar.supervisor import SidecarProcess
 from diloco.swarm.trainer import (
     FetchedState,
     PostedRound,

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from diloco.swarm.network.p2pd.pacing import FIRST_WINDOW, PacedStream
+from diloco.swarm.network.p2pd.streams import FIRST_WINDOW, PacedStream
 from diloco.swarm.network.transport import Stream, Unreachable
 from diloco.swarm.simulator import virtual_clock
 

@@ -5,12 +5,17 @@ import json
 
 import pytest
 
-from diloco.swarm.network import hole_punching, reachability
-from diloco.swarm.network.addresses import ListenConfig
-from diloco.swarm.network.p2pd.errors import DaemonError, to_unreachable
-from diloco.swarm.network.p2pd.relay import p2pd_arguments
-from diloco.swarm.network.reachability import DialBackResult, Reachability, decode_result, encode_request
-from diloco.swarm.network.reachability_monitor import public_addresses
+from diloco.swarm.network.listening import ListenConfig
+from diloco.swarm.network.p2pd import hole_punching, reachability
+from diloco.swarm.network.p2pd.control import DaemonError, to_unreachable
+from diloco.swarm.network.p2pd.daemon import p2pd_arguments
+from diloco.swarm.network.p2pd.reachability import (
+    DialBackResult,
+    Reachability,
+    decode_result,
+    encode_request,
+    public_addresses,
+)
 from diloco.swarm.network.transport import Unreachable
 from diloco.swarm.simulator.stories import founded, told
 from diloco.swarm.simulator.workers import MemorySwarm

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 
 from diloco.errors import EngineError, Excluded, RendezvousError
 from diloco.own_command import command
-from diloco.swarm.network.addresses import ListenConfig
 from diloco.swarm.network.known_peers import KnownPeer, write_peers
+from diloco.swarm.network.listening import ListenConfig
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node.file_transfer import fetch_file

@@ -3,7 +3,11 @@
 An invitation is a key pair whose public half the run's key has signed (the certificate), and a few addresses of peers.
 The word holds the private half: with it a peer signs its libp2p id, and that is its credential (credential.py).
 
-    word = "diloco2" + encode_text(msgpack of [run's public key, private seed, expiry, signature, addresses])
+    word = "diloco2" + text of msgpack of [run's public key, private seed, expiry, signature, addresses]
+    text = length (2 letters: how many follow) + base58(data + 4 bytes of checksum)
+
+The text has letters and digits only, so that no shell, chat or mail program changes it. The length tells a paste that
+was cut from one that was changed. The data is not encrypted.
 
 The command line takes invitations where the list of processes does not show them: `read_invitations`.
 """
@@ -16,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
+import base58
 import msgspec
 
 from diloco.errors import ConfigError
@@ -33,7 +38,6 @@ from diloco.swarm.trust.credential import (
 )
 from diloco.swarm.trust.run_key import RunKey
 from diloco.swarm.trust.signatures import Key, Signature, key_id, new_seed, public_key, sign
-from diloco.swarm.trust.text_encoding import DamagedText, decode_text, encode_text
 
 VERSION = 2
 _NAME = "diloco"
@@ -46,6 +50,9 @@ VARIABLE = "DILOCO_INVITATION"
 _MAX_TEXT = 1 << 20
 """Letters that are read of a file or of standard input."""
 _PackedAddress = Annotated[bytes, msgspec.Meta(max_length=MAX_ADDRESS_BYTES)]
+_ALPHABET = base58.BITCOIN_ALPHABET.decode()  # without 0, O, I and l, which look like others
+_LENGTH_LETTERS = 2
+MAX_LETTERS = 58**_LENGTH_LETTERS - 1
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -131,6 +138,38 @@ def invite(run_key: RunKey, addresses: Iterable[str], valid_seconds: float, now:
     expires = int(now + valid_seconds)
     signature = sign(run_key.seed, "invitation", certified_bytes(public_key(seed), expires))
     return Invitation(run_key.public, seed, expires, signature, _pack_addresses(addresses))
+
+
+# As a word
+
+
+class DamagedText(ValueError):
+    """The pasted word is not the one that was copied; the message is a predicate, such as "is cut short"."""
+
+
+def encode_text(data: bytes) -> str:
+    body = base58.b58encode_check(data).decode()
+    if len(body) > MAX_LETTERS:
+        raise ValueError(f"{len(data)} bytes are too many for one word")
+    return base58.b58encode_int(len(body)).decode().rjust(_LENGTH_LETTERS, "1") + body
+
+
+def decode_text(word: str) -> bytes:
+    """Raises DamagedText."""
+    for letter in word:
+        if letter not in _ALPHABET:
+            raise DamagedText(f"has the letter {letter!r}, which no invitation contains")
+    if len(word) < _LENGTH_LETTERS:
+        raise DamagedText(f"is cut short: only {len(word)} characters are there")
+    expected = _LENGTH_LETTERS + base58.b58decode_int(word[:_LENGTH_LETTERS])
+    if len(word) < expected:
+        raise DamagedText(f"is cut short: {len(word)} of {expected} characters are there")
+    if len(word) > expected:
+        raise DamagedText(f"has {len(word)} characters instead of {expected}")
+    try:
+        return base58.b58decode_check(word[_LENGTH_LETTERS:])
+    except ValueError as error:
+        raise DamagedText("is damaged: its checksum does not fit") from error
 
 
 # Where a user gives it

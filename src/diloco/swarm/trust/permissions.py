@@ -23,7 +23,7 @@ from diloco.swarm.network.known_peers import KnownPeer
 from diloco.swarm.network.limits import LruCache, PeerRateLimit, TokenBucket
 from diloco.swarm.run_files import append_line
 from diloco.swarm.trust.credential import Credential, PeerRefused, RefusalKind
-from diloco.swarm.trust.revocation import Revocation
+from diloco.swarm.trust.run_key import Revocation
 from diloco.swarm.trust.signatures import key_id
 
 MAX_PEERS = 4096

@@ -1,13 +1,65 @@
-"""The run's private key: it signs invitations and revocations, and stays on the machine where the run began."""
+"""The run's private key: it signs invitations and revocations, and stays on the machine where the run began.
 
+A revocation is a signed record that excludes peers from a run for ever. Members pass them on to each other.
+
+    record = signature of the run's key in hex + " " + JSON of the claims        one line, of at most 64 KiB
+"""
+
+import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from diloco.errors import ConfigError
 from diloco.swarm.run_files import write_private
-from diloco.swarm.trust.revocation import Revocation, RevocationClaims
-from diloco.swarm.trust.signatures import key_id, new_seed, public_key
+from diloco.swarm.trust.credential import PeerRefused
+from diloco.swarm.trust.signatures import is_signed, key_id, new_seed, public_key, sign
+
+MAX_REVOCATION_BYTES = 1 << 16
+_HEX_DIGITS = set(string.hexdigits.lower().encode())
+
+
+class RevocationClaims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`peers` are excluded; so is every peer that comes with `invitation` (its id)."""
+
+    peers: frozenset[str]
+    invitation: str | None
+    at: int
+    """Unix time in seconds."""
+
+    def excludes(self, peer: str, invitation: str | None) -> bool:
+        """Whether this peer, which came with that invitation, is excluded."""
+        return peer in self.peers or (self.invitation is not None and invitation == self.invitation)
+
+
+class Revocation(RevocationClaims, frozen=True):
+    data: bytes
+    """The signed record, as it is stored and passed on."""
+
+    @classmethod
+    def create(cls, seed: bytes, run_public: bytes, claims: RevocationClaims) -> "Revocation":
+        """Signed with the run's private key."""
+        body = msgspec.json.encode(claims, order="deterministic")
+        data = sign(seed, "revocation", body).hex().encode() + b" " + body
+        if len(data) > MAX_REVOCATION_BYTES:
+            raise ConfigError(f"a revocation of {len(claims.peers)} peers is longer than a message may be")
+        return cls.read(data, run_public)
+
+    @classmethod
+    def read(cls, data: bytes, run_public: bytes) -> "Revocation":
+        """Raises PeerRefused. The JSON is parsed only after the run's signature has been checked."""
+        signature, _, body = data.partition(b" ")
+        if len(data) > MAX_REVOCATION_BYTES or len(signature) != 128 or not _HEX_DIGITS.issuperset(signature):
+            raise PeerRefused("forged", f"{len(data)} bytes are not a revocation")
+        if not is_signed(run_public, bytes.fromhex(signature.decode()), "revocation", body):
+            raise PeerRefused("forged", f"the key of the run {key_id(run_public)} has not signed this revocation")
+        try:
+            claims = msgspec.json.decode(body, type=RevocationClaims)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise PeerRefused("forged", f"this version of diloco cannot read this revocation ({error})") from error
+        return cls(**msgspec.structs.asdict(claims), data=data)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from diloco.swarm.run_files import (
 )
 from diloco.swarm.trust.credential import PeerRefused
 from diloco.swarm.trust.invitation import MARK, Invitation, invite
-from diloco.swarm.trust.revocation import Revocation
-from diloco.swarm.trust.run_key import RunKey
+from diloco.swarm.trust.run_key import Revocation, RunKey
 
 DAYS = 30.0
 """How long a new invitation is valid if the user does not say."""

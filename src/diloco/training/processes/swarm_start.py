@@ -370,8 +370,7 @@ def _future_shards(shards: int, members: int, workers: int) -> list[int]:
 
 def check_network(config: RunConfig) -> None:
     """Refuse a port that is taken, and addresses that cannot be, before anything is prepared."""
-    from diloco.swarm.network.addresses import check_name, listen_addresses, parse_announced
-    from diloco.swarm.network.listen_port import check_ports
+    from diloco.swarm.network.listening import check_name, check_ports, listen_addresses, parse_announced
 
     ports = [None] if config.port is None else [config.port + index for index in range(config.workers)]
     for port in ports:

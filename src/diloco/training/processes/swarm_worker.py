@@ -15,7 +15,7 @@ from diloco.data.preparation.received_corpus import corpus_files
 from diloco.history.events import Emit, RenumberedEvent, SwarmEvent, WarmStartEvent, make_event
 from diloco.history.log import EventLog
 from diloco.swarm.engine import SwarmEngine
-from diloco.swarm.network.listen_port import choose_port
+from diloco.swarm.network.listening import choose_port
 from diloco.swarm.protocol.status import MemberStatus, RunStatus
 from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.swarm.settings import Settings

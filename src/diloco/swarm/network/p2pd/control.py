@@ -2,29 +2,118 @@
 
 The protocol is Hivemind's: protobuf messages, each after its length. All calls share one connection; each stream is a
 connection of its own, over a plain socket, so that bytes go directly between memory and the daemon. The daemon's errors
-are raised as they are (`DaemonError`); errors.py says what they mean.
+are raised as they are (`DaemonError`); `to_unreachable` says what they mean for a call to another peer: is it
+unreachable for now, or known to be dead? Hivemind's Python package is not imported, only its file of messages.
 """
 
 import asyncio
 import contextlib
+import importlib.util
 import secrets
 import socket
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from diloco.errors import EngineError, install_hint
 from diloco.swarm.network import multiaddr
-from diloco.swarm.network.p2pd.errors import DaemonError, DaemonGone, HandlerError
-from diloco.swarm.network.p2pd.process import messages
+from diloco.swarm.network.transport import Unreachable
 from diloco.swarm.protocol import timing
-
-_MAX_MESSAGE_BYTES = 8 << 20
-_SOCKET_BUFFER = 1 << 20
-_READER_LIMIT = 4 << 20
 
 Message = Any
 """One of Hivemind's generated protobuf classes, which have no types."""
 OnRequest = Callable[[str, bytes], Awaitable[bytes]]
+"""(peer, request) -> answer."""
+
+_MAX_MESSAGE_BYTES = 8 << 20
+_SOCKET_BUFFER = 1 << 20
+_READER_LIMIT = 4 << 20
+_BACKOFF = "dial backoff"
+_LOST_RELAY = "error opening hop stream to relay"
+_NOT_SERVED = "protocols not supported"
+_SIGNS_OF_DEATH = ("connection refused", "peer id mismatch", "NO_RESERVATION", "no addresses")
+_SIGNS_OF_A_BREAK = ("stream reset", "connection reset")
+"""The peer may have died, or dropped the connection while this process was frozen: the next call tells."""
+
+
+def hivemind_folder() -> Path:
+    """Found without importing it: that takes seconds, imports torch, and sets logging and fork hooks of its own."""
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or spec.origin is None:
+        raise EngineError(f"the swarm needs the package hivemind: {install_hint('swarm')}")
+    return Path(spec.origin).parent
+
+
+def messages() -> ModuleType:
+    """Hivemind's generated protobuf module with the messages of p2pd's control socket, loaded from its file."""
+    name = "diloco_p2pd_messages"
+    if name not in sys.modules:
+        path = hivemind_folder() / "proto" / "p2pd_pb2.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # protobuf may be missing, or be of another version
+            raise EngineError(
+                f"hivemind's messages cannot be loaded ({error}); reinstall: {install_hint('swarm')}"
+            ) from error
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
+# p2pd's errors
+
+
+class DaemonError(Exception):
+    """p2pd could not do what was asked; the text is p2pd's own."""
+
+
+class HandlerError(Exception):
+    """The other peer's handler failed; the text is what it sent."""
+
+
+class DaemonGone(Exception):
+    """The connection to p2pd has broken."""
+
+
+def was_never_sent(error: DaemonError) -> bool:
+    """The call did not reach the other peer, so that it is safe to send it again."""
+    return "failed to dial" in str(error)
+
+
+def is_not_served(error: DaemonError) -> bool:
+    """The other peer runs, but does not answer this protocol: it is of another run, or is still starting."""
+    return _NOT_SERVED in str(error)
+
+
+def is_only_backoff(error: DaemonError) -> bool:
+    """p2pd failed to reach that peer a moment ago and does not try again yet."""
+    text = str(error)
+    return all(_BACKOFF in line for line in text.splitlines()[1:] or [text])
+
+
+def to_unreachable(peer: str, error: DaemonError, *, gone_before: bool) -> Unreachable:
+    """The error in one line. `gone` only if every address that p2pd tried says that no peer is there.
+
+    `gone_before`: what the last attempt said, which holds if p2pd did not try this time.
+    """
+    if is_not_served(error):
+        return Unreachable(f"{peer} is there but takes no part in this run, or not yet")
+    if is_only_backoff(error):
+        return Unreachable(f"{peer} could not be reached", gone=gone_before)
+    text = str(error)
+    lines = [line.strip(" *") for line in text.splitlines()]
+    dials = [line for line in lines[1:] if line and _BACKOFF not in line]
+    gone = _LOST_RELAY not in text and all(any(sign in line for sign in _SIGNS_OF_DEATH) for line in dials or lines)
+    reasons = "; ".join(dict.fromkeys(line.rpartition("] ")[2] for line in dials)) or lines[0]
+    broken = any(sign in text for sign in _SIGNS_OF_A_BREAK)
+    return Unreachable(f"{peer} cannot be reached: {reasons[:300]}", gone=gone, broken=broken)
+
+
+# Frames
 
 
 async def _read_frame(read_exactly: Callable[[int], Awaitable[bytes]]) -> bytes:

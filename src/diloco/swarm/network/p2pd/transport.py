@@ -1,25 +1,26 @@
 """The swarm's transport on the internet: Hivemind's p2pd, with libp2p's connections, encryption and relays.
 
 libp2p authenticates peers and encrypts all traffic (TLS 1.3). Which peer may say what is decided above; the limits here
-keep an unknown peer from costing much: on the size of a call, and on how many calls and streams are handled at a time.
-Hivemind's Python package is not imported, only its daemon is run.
+(`IncomingRequests`) keep an unknown peer from costing much: on the size of a call, and on how many calls and streams
+are handled at a time. Hivemind's Python package is not imported, only its daemon is run.
 """
 
 import asyncio
 import contextlib
+import logging
+import socket
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from diloco.errors import RendezvousError
-from diloco.swarm.network import hole_punching, identity, multiaddr
-from diloco.swarm.network import reachability as reach
-from diloco.swarm.network.addresses import ListenConfig, listen_addresses
-from diloco.swarm.network.hole_punching import Endpoint, HolePuncher
-from diloco.swarm.network.limits import LruCache
-from diloco.swarm.network.p2pd import relay as p2pd_relay
-from diloco.swarm.network.p2pd.control import Control
-from diloco.swarm.network.p2pd.errors import (
+from diloco.swarm.network import identity, multiaddr
+from diloco.swarm.network.limits import ConcurrencyLimit, LruCache
+from diloco.swarm.network.listening import ListenConfig, listen_addresses
+from diloco.swarm.network.p2pd import hole_punching
+from diloco.swarm.network.p2pd import reachability as reach
+from diloco.swarm.network.p2pd.control import (
+    Control,
     DaemonError,
     DaemonGone,
     HandlerError,
@@ -28,10 +29,10 @@ from diloco.swarm.network.p2pd.errors import (
     to_unreachable,
     was_never_sent,
 )
-from diloco.swarm.network.p2pd.incoming import IncomingRequests
-from diloco.swarm.network.p2pd.process import Daemon
-from diloco.swarm.network.reachability import DialBackResult, Reachability
-from diloco.swarm.network.reachability_monitor import ReachabilityMonitor
+from diloco.swarm.network.p2pd.daemon import Daemon, relay_limit, start_daemon
+from diloco.swarm.network.p2pd.hole_punching import Endpoint, HolePuncher
+from diloco.swarm.network.p2pd.reachability import DialBackResult, Reachability, ReachabilityMonitor
+from diloco.swarm.network.p2pd.streams import FIRST_WINDOW, PacedStream, SocketStream
 from diloco.swarm.network.transport import (
     MAX_CALL_BYTES,
     CallRefused,
@@ -43,6 +44,12 @@ from diloco.swarm.network.transport import (
 )
 from diloco.swarm.protocol import timing
 
+log = logging.getLogger(__name__)
+
+CALLS_PER_PEER = 32
+CALLS_IN_ALL = 512
+STREAMS_PER_PEER = 64
+STREAMS_IN_ALL = 512
 _OVERHEAD_BYTES = 64 << 10
 """More than the message around a call's bytes."""
 _MAX_KNOWN = 4096
@@ -57,6 +64,82 @@ COMMON_FLAGS = [
 def protocol_of(run_id: str) -> str:
     """The libp2p protocol of a run: peers of other runs do not answer it."""
     return f"/diloco/{run_id}"
+
+
+class IncomingRequests:
+    """Calls and streams that other peers open, handed to the node within limits; and all streams that are open now.
+
+    `on_call` and `on_stream` are the node's handlers.
+    """
+
+    def __init__(self) -> None:
+        self.on_call: OnCall | None = None
+        self.on_stream: OnStream | None = None
+        self._calls = ConcurrencyLimit(CALLS_PER_PEER, CALLS_IN_ALL)
+        self._streams = ConcurrencyLimit(STREAMS_PER_PEER, STREAMS_IN_ALL)
+        self._open: set[PacedStream] = set()
+        self._windows: LruCache[int] = LruCache(STREAMS_IN_ALL)
+        """Of the last stream with each peer."""
+
+    async def register(self, control: Control, protocol: str) -> None:
+        await control.accept_streams(f"{protocol}/stream", self._accept)
+        await control.answer_calls(f"{protocol}/call", self._answer)
+
+    async def _answer(self, peer: str, request: bytes) -> bytes:
+        try:
+            return await self._answer_now(peer, request)
+        except CallRefused as refused:
+            if refused.code == "busy":  # so that a peer that calls again at every answer gets few; it holds no place
+                await asyncio.sleep(timing.BUSY_SECONDS)
+            raise
+
+    async def _answer_now(self, peer: str, request: bytes) -> bytes:
+        assert self.on_call is not None
+        if len(request) > MAX_CALL_BYTES:
+            raise CallRefused(f"a call of {len(request)} bytes; at most {MAX_CALL_BYTES} are allowed")
+        if not self._calls.acquire(peer):
+            raise CallRefused("too many calls at a time", "busy")
+        try:
+            reply = await self.on_call(peer, request)
+        finally:
+            self._calls.release(peer)
+        if len(reply) > MAX_CALL_BYTES:
+            raise CallRefused(f"the answer would have {len(reply)} bytes; at most {MAX_CALL_BYTES} are allowed")
+        return reply
+
+    async def _accept(self, peer: str, sock: socket.socket) -> None:
+        assert self.on_stream is not None
+        if not self._streams.acquire(peer):
+            log.debug("a stream of %s is refused: too many at a time", peer)
+            sock.close()
+            return
+        stream = self.track(peer, sock, incoming=True)
+        try:
+            await self.on_stream(stream)
+        except (Unreachable, CallRefused) as error:
+            log.debug("a stream of %s: %s", peer, error)
+        finally:
+            stream.close()
+
+    def track(self, peer: str, sock: socket.socket, *, incoming: bool = False) -> PacedStream:
+        """A stream over this socket, which `close_streams` will close."""
+
+        def on_close() -> None:
+            self._open.discard(stream)
+            self._windows.put(peer, stream.window)
+            if incoming:
+                self._streams.release(peer)
+
+        stream = PacedStream(SocketStream(peer, sock, on_close), self._windows.get(peer) or FIRST_WINDOW)
+        self._open.add(stream)
+        return stream
+
+    def heard_at(self, peer: str) -> float:
+        return max((stream.heard_at for stream in self._open if stream.peer == peer), default=0.0)
+
+    def close_streams(self) -> None:
+        for stream in list(self._open):
+            stream.raw.close()
 
 
 class P2pdTransport(Transport):
@@ -106,7 +189,7 @@ class P2pdTransport(Transport):
     # p2pd's life
 
     async def _start(self) -> None:
-        self._daemon = daemon = await p2pd_relay.start_daemon(self.reachability, self._config, self._flags)
+        self._daemon = daemon = await start_daemon(self.reachability, self._config, self._flags)
         self._control = Control(daemon.control, daemon.streams)
         daemon.ended.add_done_callback(self._on_daemon_end)
         try:
@@ -280,7 +363,7 @@ class P2pdTransport(Transport):
     async def relay_limit(self, peer: str) -> int:
         """How many bytes a connection through that peer may carry; 0: it relays nothing."""
         async with self._running(peer) as control:
-            return await p2pd_relay.relay_limit(control, peer)
+            return await relay_limit(control, peer)
 
     @contextlib.asynccontextmanager
     async def _running(self, peer: str, seconds: float = timing.DAEMON_ASK_SECONDS) -> AsyncIterator[Control]:

@@ -17,8 +17,7 @@ import msgspec
 
 from diloco.swarm.network import multiaddr
 from diloco.swarm.network.limits import PeerRateLimit
-from diloco.swarm.network.p2pd.control import Control
-from diloco.swarm.network.p2pd.errors import DaemonError, DaemonGone, HandlerError
+from diloco.swarm.network.p2pd.control import Control, DaemonError, DaemonGone, HandlerError
 from diloco.swarm.protocol import timing
 
 _MAX_REQUEST_BYTES = 256
