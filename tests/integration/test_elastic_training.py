@@ -9,8 +9,8 @@ import pytest
 
 from diloco.data.corpus import Corpus
 from diloco.errors import EngineError, Excluded, LossNotFinite
+from diloco.history.rounds import TOLD
 from diloco.history.run_history import history_of
-from diloco.history.waterfall import TOLD
 from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.summary import data_parallel_bytes, summarize

@@ -247,16 +247,6 @@ class RunFigures:
         return max([merged, *own])
 
     @property
-    def rounds_told(self) -> int:
-        """The merged rounds by the largest count that a worker ever told."""
-        return max(len(self.history.rounds.merged), self.history.most_rounds_told)
-
-    @property
-    def tokens_per_second_here(self) -> float:
-        """The present speed of this machine's workers, also of those that have failed."""
-        return sum(worker.history.progress.tokens_per_second for worker in self.local)
-
-    @property
     def failed_rounds(self) -> int:
         """Rounds that gave a worker of this machine no mean; a round can be merged and failed."""
         ends = [worker.history.ended for worker in self.workers if worker.local and self.until is None]

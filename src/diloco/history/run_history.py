@@ -155,7 +155,6 @@ class RunHistory:
         self.notes = RunNotes()
         self.samples: list[SampleEvent] = []
         self.checkpoint_step = 0
-        self.most_rounds_told = 0
         self._told: deque[_Told] = deque(maxlen=_KEPT_TOLD)
         self._measured: dict[int, float] = {}
         self._local: set[int] = set()
@@ -293,7 +292,6 @@ class RunHistory:
             worker.not_finite.append((event.time, diverged))
         worker.set_state(event.time, "training")
         self._count_own_work(worker, event)
-        self.most_rounds_told = max(self.most_rounds_told, event.rounds or 0)
 
     def _count_own_work(self, worker: WorkerHistory, event: StepEvent | WorkerEndedEvent) -> None:
         worker.own_work = worker.own_work or OwnWork()
@@ -367,11 +365,9 @@ class RunHistory:
         worker.progress.update(event)
         worker.count(event.time)
         self._count_own_work(worker, event)
-        self.most_rounds_told = max(self.most_rounds_told, event.rounds)
 
     def _on_resumed(self, event: ResumedEvent) -> None:
         """Forget what was taken back: of this worker, of workers no longer in the run, of all in a restarted swarm."""
-        self.most_rounds_told = 0
         taken_back = {number for number in self.workers if number == event.worker or number >= event.workers}
         reached = self.workers[event.worker].reached if event.worker in self.workers else 0
         self._missed = [

@@ -17,7 +17,7 @@ def points_of(event: Event, history: RunHistory) -> list[Point]:
     """The numbers that an event brings, after the history has taken it in; what is not a number is left out."""
     numbers: Iterator[_Number] = iter(())
     if isinstance(event, StepEvent):
-        numbers = _of_step(event)
+        numbers = _of_step(event, history)
     elif isinstance(event, RoundEndedEvent) and (event.mean_norm is not None or event.failure is not None):
         numbers = _of_round(event, history)  # without either it is a round without work, as at the end of a run
     elif isinstance(event, ValidationEvent):
@@ -29,11 +29,11 @@ def points_of(event: Event, history: RunHistory) -> list[Point]:
     ]
 
 
-def _of_step(event: StepEvent) -> Iterator[_Number]:
+def _of_step(event: StepEvent, history: RunHistory) -> Iterator[_Number]:
     for name in _OF_STEP:
         yield f"train/{name}", getattr(event, name), event.step, event.worker
-    if event.tokens and event.elapsed_seconds:
-        yield "train/tokens_per_second", event.tokens / event.elapsed_seconds, event.step, event.worker
+    speed = history.workers[event.worker].progress.tokens_per_second
+    yield "train/tokens_per_second", speed or None, event.step, event.worker
 
 
 def _of_round(event: RoundEndedEvent, history: RunHistory) -> Iterator[_Number]:

@@ -184,7 +184,7 @@ def test_the_picture_of_the_baseline_speaks_of_gradients() -> None:
     shown = text_of(render(view))
     assert "averaging gradients at every step · 2 members" in shown
     assert "H =" not in shown
-    assert view.rounds_told == 10
+    assert view.merged_rounds == 10
 
 
 def test_the_picture_fits_80_columns() -> None:

@@ -171,8 +171,8 @@ def plain_line(view: RunView) -> str:
         return f"step {view.step}/{view.config.steps}  {_doing(view)}"
     loss = f"{view.loss:.3f}" if view.loss is not None else "-"
     return (
-        f"step {view.step}/{view.config.steps}  loss {loss}  {view.tokens_per_second_here:,.0f} tokens/s  "
-        f"rounds {view.rounds_told}  on rounds {view.sync_share:.1%}  members {view.history.present}  "
+        f"step {view.step}/{view.config.steps}  loss {loss}  {view.tokens_per_second:,.0f} tokens/s  "
+        f"rounds {view.merged_rounds}  on rounds {view.sync_share:.1%}  members {view.history.present}  "
         f"left {duration(view.time_left)}"
     )
 
@@ -225,7 +225,7 @@ def _progress(view: RunView) -> RenderableType:
     if view.doing is not None:
         turn = _SPINNER[int(view.doing_seconds / _REFRESH_SECONDS) % len(_SPINNER)]
         return Group(Text(progress), Text(f"{turn} {_doing(view)}", style="bold"))
-    speed = f"{view.tokens_per_second_here:,.0f} tokens/s"
+    speed = f"{view.tokens_per_second:,.0f} tokens/s"
     line.add_row(
         ProgressBar(view.config.steps, view.step, width=_BAR), progress, speed, f"left {duration(view.time_left)}"
     )
@@ -305,7 +305,7 @@ def _round(view: RunView) -> Text:
     lost = f" · codec error {error:.2g}" if (error := told.get("codec_error")) is not None else ""
     trouble = f" · {view.failed_rounds} failed" if view.failed_rounds else ""
     refused = f" · {view.refused} contributions refused" if view.refused else ""
-    rounds = "1 round" if view.rounds_told == 1 else f"{view.rounds_told} rounds"
+    rounds = "1 round" if view.merged_rounds == 1 else f"{view.merged_rounds} rounds"
     # The title has the members of a swarm, and how many workers a fixed set has.
     shown = view.config.engine == "swarm" or view.history.present == view.workers_here
     members = "" if shown else f" · {_members(view)}"

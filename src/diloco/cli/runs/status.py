@@ -140,9 +140,9 @@ def progress_line(folder: Path, figures: RunFigures) -> str:
     if figures.perplexities:
         step, perplexity = figures.perplexities[-1]
         parts.append(f"validation perplexity {perplexity:.2f} at step {step:,}")
-    if figures.tokens_per_second_here:
-        parts.append(f"{figures.tokens_per_second_here:,.0f} tokens/s")
-    parts.append("1 round" if figures.rounds_told == 1 else f"{figures.rounds_told:,} rounds")
+    if figures.tokens_per_second:
+        parts.append(f"{figures.tokens_per_second:,.0f} tokens/s")
+    parts.append("1 round" if figures.merged_rounds == 1 else f"{figures.merged_rounds:,} rounds")
     left = figures.seconds_left(steps)
     return " · ".join(parts) if left is None else " · ".join([*parts, f"left {duration(left)}"])
 
@@ -153,8 +153,8 @@ def _show_progress(folder: Path, *, watch: bool, as_json: bool) -> None:
     live.refresh()
     if as_json:
         now = RunFigures(live.history)
-        told = {"step": now.step, "loss": now.loss, "rounds": now.rounds_told, "validations": now.perplexities}
-        told["tokens_per_second"] = now.tokens_per_second_here
+        told = {"step": now.step, "loss": now.loss, "rounds": now.merged_rounds, "validations": now.perplexities}
+        told["tokens_per_second"] = now.tokens_per_second
         print(json.dumps({"folder": str(folder), "status": "training", **told}, indent=1))
         return
     console = Console()

@@ -61,7 +61,7 @@ def summarize(config: RunConfig, history: RunHistory, error: str | None = None) 
         "unigram_perplexity": history.unigram_perplexity,
         "inner_steps": max(steps.values(), default=0),
         "num_inner_steps": config.sync.num_inner_steps if config.mode == "diloco" else 1,
-        "rounds": figures.rounds_told,
+        "rounds": figures.merged_rounds,
         "rounds_failed": figures.failed_rounds,
         "rounds_dropped": sum(end.rounds_dropped for end in ends),
         "contributions_refused": 0 if spokesman is None else spokesman.contributions_refused,
