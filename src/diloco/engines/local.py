@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import Claim, diverged
-from diloco.engines.asynchronous.engine import AnchorLink, Fixed, LocalLink
+from diloco.engines.asynchronous.engine import AnchorLink, FixedEngine, LocalLink
 from diloco.engines.asynchronous.server import AnchorServer
 from diloco.engines.base import PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round
@@ -48,7 +48,7 @@ def alone() -> "LocalEngine":
     return LocalSwarm(1).engines()[0]
 
 
-class LocalEngine(Fixed):
+class LocalEngine(FixedEngine):
     """One worker's end of a LocalSwarm."""
 
     def __init__(self, swarm: LocalSwarm, worker: int) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.engines.asynchronous.engine import AnchorLink, Fixed
+from diloco.engines.asynchronous.engine import AnchorLink, FixedEngine
 from diloco.engines.asynchronous.sockets import SocketLink
 from diloco.engines.base import PendingRound
 from diloco.engines.behind_training import stay_behind_training, threads_behind_training
@@ -97,7 +97,7 @@ class LaneGroups:
         return {self.control, self.contributions, self.means}
 
 
-class TorchDistributedEngine(Fixed):
+class TorchDistributedEngine(FixedEngine):
     """One lane of an initialised torch.distributed world: by default all its ranks, one worker a rank."""
 
     def __init__(

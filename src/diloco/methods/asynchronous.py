@@ -31,7 +31,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import Fragment
 from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
-from diloco.engines.asynchronous.engine import AsynchronousEngine, Fixed
+from diloco.engines.asynchronous.engine import AsynchronousEngine, FixedEngine
 from diloco.engines.asynchronous.server import SERVED_ANCHOR, AnchorServer
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, RoundKey, RoundResult
@@ -80,7 +80,7 @@ def asynchronous_parts(
     engine: Connection, outer: OuterOptimizer, sync: SyncConfig
 ) -> tuple[AsynchronousEngine, DelayedNesterov]:
     """The engine and the outer optimizer of asynchronous workers, from those that were given (outer/arguments.py)."""
-    assert isinstance(engine, Fixed) and isinstance(outer, Nesterov)
+    assert isinstance(engine, FixedEngine) and isinstance(outer, Nesterov)
     delayed = DelayedNesterov(outer.lr, outer.momentum, sync.momentum_arrivals or engine.workers)
     return AsynchronousEngine(engine, engine.anchor_link(sync.timeout_seconds)), delayed
 

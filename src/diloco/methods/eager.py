@@ -43,7 +43,12 @@ class EagerUpdates(Method):
     def gradient(self, place: LaneFragment) -> GradientSource:
         fragment = EagerFragment(place.fragment, delayed=self._delayed)
         self._fragments.setdefault(place.index, []).append(fragment)
-        return lambda turn, _: fragment.outer_gradient(place.engine.workers, turn)
+
+        def eager_gradient(turn: int, theta_i: Tensor | None) -> Iterator[tuple[Span, Tensor]]:
+            del theta_i
+            return fragment.outer_gradient(place.engine.workers, turn)
+
+        return eager_gradient
 
     def begin(self, worker: TrainingWorker) -> None:
         self._worker = worker

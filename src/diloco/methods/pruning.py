@@ -30,7 +30,12 @@ class Pruning(Method):
     def gradient(self, place: LaneFragment) -> GradientSource | None:
         if place.group.buffers:
             return None
-        return lambda _, theta_i: pruned_gradient(place.fragment, place.pieces, self._fraction, theta_i)
+
+        def gradient(turn: int, theta_i: Tensor | None) -> Iterator[tuple[Span, Tensor]]:
+            del turn
+            return pruned_gradient(place.fragment, place.pieces, self._fraction, theta_i)
+
+        return gradient
 
 
 def prune_(rows: Tensor, fraction: float) -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.codecs.registry import codec
 from diloco.core.config import FEWEST_TO_MERGE, NO_FAULTS, FaultsConfig, SyncConfig, refuse_combinations
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
-from diloco.engines.asynchronous.engine import Fixed
+from diloco.engines.asynchronous.engine import FixedEngine
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError
 from diloco.outer.loop import OuterLoop
@@ -156,7 +156,7 @@ REFUSED_ARGUMENTS: tuple[RefusedArguments, ...] = (
     ),
     RefusedArguments(
         ("sync.asynchronous", "engine"),
-        lambda given: given.sync.asynchronous and not isinstance(given.engine, Fixed),
+        lambda given: given.sync.asynchronous and not isinstance(given.engine, FixedEngine),
         "sync.asynchronous = true is for a fixed set of workers of one rank, over the local engine or "
         "torch.distributed, where worker 0 holds the anchor; a swarm has no such worker, and its members are not "
         "waited for longer than patience allows: leave it out there",

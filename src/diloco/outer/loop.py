@@ -272,7 +272,8 @@ class OuterLoop(ABC):
 
     def reached_positions(self) -> range:
         """The positions of the schedule that the last inner step has reached: one, or more of a slow worker."""
-        reached = range(self.inner_steps, self.inner_steps + 1)
+        step = self.state.inner_steps
+        reached = range(step, step + 1)
         for method in self.methods:
             reached = method.positions(reached, self.ends_at)
         return reached

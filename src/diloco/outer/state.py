@@ -71,7 +71,10 @@ class OuterState:
     @property
     def steps_since_round(self) -> int:
         """The inner steps since the last round of the fragment that was averaged longest ago: no mean has them all."""
-        return self.inner_steps - self.jumped - min(self.merged_at[: self.num_tensor_groups])
+        merged_at = self.merged_at
+        if self.num_tensor_groups < self.num_fragments:
+            merged_at = merged_at[: self.num_tensor_groups]
+        return self.inner_steps - self.jumped - min(merged_at)
 
     def jump_to(self, position: int) -> None:
         """Forward only; the steps between count as no work of this worker's."""

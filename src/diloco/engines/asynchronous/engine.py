@@ -62,7 +62,7 @@ class LocalLink(AnchorLink):
         """Nothing is open."""
 
 
-class Fixed(Engine):
+class FixedEngine(Engine):
     """An engine of a fixed set of workers that can be asynchronous."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Fixed(Engine):
 class AsynchronousEngine(Engine):
     """`base` with another way to average."""
 
-    def __init__(self, base: Fixed, link: AnchorLink) -> None:
+    def __init__(self, base: FixedEngine, link: AnchorLink) -> None:
         self.base = base
         self._link = link
         self.worker = base.worker
