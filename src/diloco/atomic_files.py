@@ -39,8 +39,11 @@ class PartialFile:
     """A file that is being written; `replace_file` makes it."""
 
     def __init__(self, path: Path, descriptor: int, durable: bool) -> None:
-        self._path, self._descriptor, self._durable = path, descriptor, durable
-        self._hash, self._bytes = hashlib.sha256(), 0
+        self._path = path
+        self._descriptor = descriptor
+        self._durable = durable
+        self._hash = hashlib.sha256()
+        self._bytes = 0
         self._hashing = ThreadPoolExecutor(1, "diloco-hash")  # its thread starts with the first large piece
 
     def write(self, data: bytes | memoryview) -> None:
@@ -161,7 +164,7 @@ def move_folder(source: Path, target: Path) -> None:
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Of a file as it is now."""
+    """Digest a file as it is now."""
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return FileDigest(file.tell(), sha256)
@@ -188,7 +191,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """The system reports a full disk without saying which file was written: add it."""
+    """Add the name of the file to an error: the system reports a full disk without saying which file was written."""
     try:
         yield
     except OSError as error:

@@ -28,8 +28,8 @@ _CLONE = Path(__file__).parents[2]
 
 
 def install_hint(extra: str) -> str:
-    """The remedy for a missing package of the extra `extra`, with this Python's pip: from the package index, or in a
-    clone as `make` installs it."""
+    """Return the remedy for a missing package of the extra `extra`, with this Python's pip: from the package index, or
+    in a clone as `make` installs it."""
     pip = f"{shlex.quote(sys.executable)} -m pip install"
     if (_CLONE / "pyproject.toml").is_file() and (_CLONE / "constraints.txt").is_file():
         return f"in a clone of diloco, {pip} -c constraints.txt -e '.[{extra}]'"
@@ -98,7 +98,11 @@ class RoundFailed(DiLoCoError):
         which is sound and not for others yet.
         """
         super().__init__(reason)
-        self.reason, self.stopping, self.resync, self.silent, self.withheld = reason, stopping, resync, silent, withheld
+        self.reason = reason
+        self.stopping = stopping
+        self.resync = resync
+        self.silent = silent
+        self.withheld = withheld
 
 
 class SinkFailed(DiLoCoError):
@@ -114,12 +118,12 @@ class WorkerFailed(DiLoCoError):
 
 
 def with_remedy(error: BaseException) -> str:
-    """The error in words; if the machine has run out of something, with what to do about it."""
-    told = f"{type(error).__name__}: {error}"[:200]
+    """Put an error into words; if the machine has run out of something, with what to do about it."""
+    words = f"{type(error).__name__}: {error}"[:200]
     if not isinstance(error, OSError):
-        return told
+        return words
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{told}: too few files may be open on this machine; start diloco after `ulimit -n 4096`"
+        return f"{words}: too few files may be open on this machine; start diloco after `ulimit -n 4096`"
     if error.errno == errno.ENOSPC:
-        return f"{told}: the disk is full; make room"
-    return told
+        return f"{words}: the disk is full; make room"
+    return words

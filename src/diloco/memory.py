@@ -20,7 +20,7 @@ _MADV_COLLAPSE = 25  # of Linux 6.1; Python has no name for it
 
 
 def mapped(num_bytes: int) -> Tensor:
-    """uint8 zeros, which go back to the system as a whole when they are freed."""
+    """Return uint8 zeros, which go back to the system as a whole when they are freed."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -31,7 +31,7 @@ def mapped(num_bytes: int) -> Tensor:
 
 
 def blank(num_bytes: int) -> memoryview:
-    """Memory of any content: a bytearray would first write zeros, in the thread that asks for it."""
+    """Return memory of any content: a bytearray would first write zeros, in the thread that asks for it."""
     memory = torch.empty(num_bytes, dtype=torch.uint8) if num_bytes < LARGE_BYTES else mapped(num_bytes)
     view: memoryview = memory.numpy().data
     return view
@@ -45,7 +45,7 @@ def return_free_memory() -> None:
 
 
 def zeros(numel: int, device: torch.device) -> Tensor:
-    """A flat fp32 tensor of zeros; a large one on the CPU is in huge pages."""
+    """Return a flat fp32 tensor of zeros; a large one on the CPU is in huge pages."""
     if device.type != "cpu" or 4 * numel < LARGE_BYTES:
         return torch.zeros(numel, device=device)
     return mapped(4 * numel).view(torch.float32)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from diloco.errors import ConfigError
 
-_LAUNCHER, _WORKERS = ".lock", ".lock-workers"
+_LAUNCHER = ".lock"
+_WORKERS = ".lock-workers"
 _LEFTOVER_SECONDS = 20.0
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 1.0  # `is_training` holds the lock for a moment

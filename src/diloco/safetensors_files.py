@@ -25,7 +25,7 @@ DTYPES = {
 def make_header(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Tensor]]:
-    """Length and header, and the tensors in the order of the file: wide types first, so that all are aligned."""
+    """Return length and header, and the tensors in the order of the file: wide types first, so that all are aligned."""
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     position = 0
@@ -46,7 +46,7 @@ def make_header(
 
 
 def file_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
-    """A whole file, to be written chunk by chunk; at most one tensor is copied at a time."""
+    """Yield a whole file, to be written chunk by chunk; at most one tensor is copied at a time."""
     header, ordered = make_header(tensors, metadata)
     yield memoryview(header)
     fetch = _Fetch()
@@ -65,7 +65,7 @@ class _Fetch:
         self._stream: torch.cuda.Stream | None = None
 
     def chunks(self, tensor: Tensor) -> Iterator[memoryview]:
-        """The tensor as it was when the first one was asked for. A chunk is valid until the next but one."""
+        """Yield the tensor as it was when the first one was asked for. A chunk is valid until the next but one."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
@@ -84,11 +84,11 @@ class _Fetch:
     def _begin(self, piece: Tensor, buffer: Tensor) -> "tuple[Tensor, torch.cuda.Event]":
         event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            here = buffer[: piece.numel()].copy_(piece, non_blocking=True)
+            copied = buffer[: piece.numel()].copy_(piece, non_blocking=True)
             event.record()
-        return here, event
+        return copied, event
 
 
-def _arrived(here: Tensor, event: "torch.cuda.Event") -> memoryview:
+def _arrived(copied: Tensor, event: "torch.cuda.Event") -> memoryview:
     event.synchronize()
-    return here.numpy().data
+    return copied.numpy().data

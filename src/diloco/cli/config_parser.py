@@ -23,7 +23,7 @@ HYPHEN = Parameter(allow_leading_hyphen=True, validator=_check_is_no_option)
 
 
 def parse_config(tokens: Sequence[str]) -> RunConfig:
-    """The configuration that these options of `diloco train` give, validated."""
+    """Return the configuration that these options of `diloco train` give, validated."""
     parser = App(default_parameter=PARAMETER)
 
     @parser.default

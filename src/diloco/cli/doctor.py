@@ -87,8 +87,9 @@ async def _findings(
 
 
 async def _print_all(findings: "AsyncIterator[Finding]") -> int:
-    """Each as soon as it is known; returns the number of failed checks."""
-    console, failed = Console(), 0
+    """Print each finding as soon as it is known; returns the number of failed checks."""
+    console = Console()
+    failed = 0
     async for finding in findings:
         failed += finding.state == "failed"
         line = Text.assemble((f"{finding.state:8}", _STYLES[finding.state]), f"{finding.name:13}{finding.message}")

@@ -29,7 +29,8 @@ def print_estimate(
     vocab_size: int | None = None,
     members: int = 0,
 ) -> None:
-    """`resume`: the folder of a run that has measured its speed. `members`: of the swarm that is to be joined."""
+    """Print the sizes of a run. `resume`: the folder of a run that has measured its speed. `members`: of the swarm that
+    is to be joined."""
     bits = None if bandwidth is None else bits_per_second(bandwidth)
     check_device(config)
     cuda = config.device != "cpu" and torch.cuda.is_available()
@@ -39,7 +40,7 @@ def print_estimate(
     place = Place(workers, min(sizes), cuda, precision_name(config.compute.precision, device))
     folder = resume or Path(config.out or "runs")
     history = RunHistory() if resume is None else read_history(resume)
-    found = estimate(
+    sizes_of_run = estimate(
         config,
         vocab_size or history.resolved.get("data.vocab_size") or vocabulary_of(config),
         place,
@@ -50,12 +51,12 @@ def print_estimate(
         device_budget=device_budget(device, sum(sizes)),
         threads=config.threads or max(1, (os.cpu_count() or 1) // sum(sizes)),
     )
-    told = warnings(config, found, device)
+    notes = warnings(config, sizes_of_run, device)
     try:
-        check_disk(config, found.parameters, folder, trainable=found.trainable_parameters)
+        check_disk(config, sizes_of_run.parameters, folder, trainable=sizes_of_run.trainable_parameters)
     except ConfigError as error:
-        told.append(f"this run would be refused: {error}")
-    values = found.as_json() | {"warnings": told}
+        notes.append(f"this run would be refused: {error}")
+    values = sizes_of_run.as_json() | {"warnings": notes}
     if as_json:
         print(json.dumps(values, indent=2))
         return
@@ -63,5 +64,5 @@ def print_estimate(
         console.print(Text(line), soft_wrap=True, highlight=False)
     console.print()
     console.print(estimate_table(values), highlight=False)
-    for text in told:
+    for text in notes:
         console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True, highlight=False)

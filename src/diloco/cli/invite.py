@@ -49,7 +49,7 @@ def invite(
     if renew is not None:
         if seats is not None or days is not None:
             raise ConfigError("--renew changes the addresses of an invitation alone: leave --seats and --days out")
-        made = [run_owner.renewed(folder, one) for one in read_invitations([renew], time.time())]
+        made = [run_owner.renewed(folder, invitation) for invitation in read_invitations([renew], time.time())]
         what = "with the addresses known now"
     else:
         if not run_owner.may_invite(folder):
@@ -106,5 +106,5 @@ def revoke(run: Path, peer: Annotated[str, HYPHEN], /) -> None:
 
 
 def _say(line: str) -> None:
-    """On standard error: only the result goes to standard output."""
+    """Print to standard error: only the result goes to standard output."""
     Console(stderr=True).print(Text(line), soft_wrap=True)

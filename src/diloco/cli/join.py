@@ -91,8 +91,14 @@ def join(
         from diloco.cli.estimate import print_estimate
 
         config, vocab_size, members = describe_run(invitations[0], configure)
-        bandwidth, as_json = asked.get("bandwidth"), "json" in asked
-        print_estimate(console, config, bandwidth=bandwidth, as_json=as_json, vocab_size=vocab_size, members=members)
+        print_estimate(
+            console,
+            config,
+            bandwidth=asked.get("bandwidth"),
+            as_json="json" in asked,
+            vocab_size=vocab_size,
+            members=members,
+        )
         return
     try:
         ended = join_run(invitations, configure, observe)
@@ -107,7 +113,7 @@ def join(
 
 
 def estimate_options(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """--estimate, --bandwidth and --json with their values, and all other options."""
+    """Separate --estimate, --bandwidth and --json with their values from all other options."""
     asked: dict[str, str] = {}
     rest = list(given)
     for name in ("estimate", "json"):
@@ -126,7 +132,8 @@ def estimate_options(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, .
 
 
 def _print_known_end(console: Console, folder: Path | None, error: RendezvousError) -> None:
-    """No worker answers: if a folder of the run is here and says that it is complete, that is the answer."""
+    """Say how the run ended where no worker answers: if a folder of the run is here and says that it is complete, that
+    is the answer."""
     summary = summary_of(folder)
     if folder is None or summary is None or summary["status"] != "complete":
         raise error
@@ -137,7 +144,7 @@ def _print_known_end(console: Console, folder: Path | None, error: RendezvousErr
 
 
 def check_own_options(given: Sequence[str]) -> list[str]:
-    """The options of this machine, as the parser takes them; refuses those that the swarm decides."""
+    """Return the options of this machine, as the parser takes them; refuses those that the swarm decides."""
     tokens, named = options(given)
     for name in named:
         if name not in known_keys():
@@ -149,7 +156,7 @@ def check_own_options(given: Sequence[str]) -> list[str]:
 
 
 def check_seats(workers: int, invitations: int) -> None:
-    """ConfigError unless each worker has an invitation."""
+    """Raise ConfigError unless each worker has an invitation."""
     if workers != invitations:
         have = "1 invitation is" if invitations == 1 else f"{invitations} invitations are"
         raise ConfigError(
@@ -160,7 +167,7 @@ def check_seats(workers: int, invitations: int) -> None:
 
 
 def _check_unused(invitations: "list[Invitation]") -> None:
-    """ConfigError if a run folder of this machine has one of them: its worker has the seat."""
+    """Raise ConfigError if a run folder of this machine has one of them: its worker has the seat."""
     for invitation in invitations:
         folder = folder_with(invitation)
         summary = summary_of(folder)
@@ -173,7 +180,7 @@ def _check_unused(invitations: "list[Invitation]") -> None:
 
 
 def joined_config(description: RunDescription, tokens: list[str], workers: int = 1) -> RunConfig:
-    """The swarm's options and this machine's in one configuration, validated like a run file's.
+    """Put the swarm's options and this machine's into one configuration, validated like a run file's.
 
     `workers`: the default of this machine, the number of its invitations.
     """

@@ -199,7 +199,7 @@ def run(tokens: list[str]) -> int:
 
 
 def _spelled(tokens: list[str]) -> list[str]:
-    """Options as they are declared: `--save_seconds` is `--save-seconds`, and the other way round."""
+    """Spell options as they are declared: `--save_seconds` is `--save-seconds`, and the other way round."""
     words, apps, _ = app.parse_commands(tokens)
     verb = apps[-1]
     if not words or words[-1].startswith("-") or verb.default_command is None:  # --help and --version are none of ours
@@ -238,7 +238,7 @@ def _merged(tokens: list[str], console: Console) -> list[str]:
 
 
 def _unknown_option(tokens: list[str], error: UnknownOptionError) -> str:
-    """For verbs with the options of a run: which of them may be meant."""
+    """Name the option that may be meant, for verbs with the options of a run."""
     name = (error.token.keyword or error.token.value).partition("=")[0]
     meant = did_you_mean(name.lstrip("-")) if tokens[:1] in (["train"], ["data"]) else ""
     return f"unknown option {name}{meant}" if meant else str(error)

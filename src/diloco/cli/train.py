@@ -78,8 +78,8 @@ def train(
     elif file is not None:
         raise ConfigError(f"the run file {file} must come first: {command('train', str(file), 'OPTIONS')}")
     elif print_config:
-        told = "" if resume is not None else f"# {recipe_line(config)}\n"
-        console.print(Text(told + to_toml(config, _comments(config))), soft_wrap=True, end="")
+        head = "" if resume is not None else f"# {recipe_line(config)}\n"
+        console.print(Text(head + to_toml(config, _comments(config))), soft_wrap=True, end="")
     elif estimate:
         from diloco.cli.estimate import print_estimate
 
@@ -119,7 +119,7 @@ def _train(config: RunConfig, resume: Path | None, console: Console) -> None:
 
 
 def _comments(config: RunConfig) -> dict[str, str]:
-    """The text under each field of the configuration's dataclasses, by dotted key."""
+    """Collect the text under each field of the configuration's dataclasses, by dotted key."""
     comments = {}
     for table, section in sections(config).items():
         for text in docstring_parser.parse_from_object(type(section)).params:

@@ -51,13 +51,13 @@ def corpus_digest(
 
 
 def token_dtype(vocab_size: int, *, masked: bool = False) -> np.dtype[Any]:
-    """The smallest type for token numbers, in a fixed byte order: a folder may be copied between machines. With a loss
-    mask, the highest bit is the mask's."""
+    """Return the smallest type for token numbers, in a fixed byte order: a folder may be copied between machines. With
+    a loss mask, the highest bit is the mask's."""
     return np.dtype("<u2" if vocab_size <= 2 ** (15 if masked else 16) else "<u4")
 
 
 def mask_bit(dtype: np.dtype[Any]) -> int:
-    """The bit of a token that is not learnt, in a corpus with a loss mask."""
+    """Return the bit of a token that is not learnt, in a corpus with a loss mask."""
     return int(1 << (8 * dtype.itemsize - 1))
 
 
@@ -92,10 +92,10 @@ class CorpusMeta:
     masked: bool = False
     """Whether only some tokens are learnt: answers in conversations, completions after prompts."""
     learnt_tokens: int | None = None
-    """Of the training text, in a corpus with a loss mask."""
+    """Tokens of the training text that are learnt, in a corpus with a loss mask."""
     validation_learnt_tokens: int | None = None
     chat_template: str | None = None
-    """That wrote the conversations; it goes with a model that was trained on them."""
+    """The template that wrote the conversations; it goes with a model that was trained on them."""
     version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -108,7 +108,7 @@ class CorpusMeta:
         return cls(**{**fields, "shard_tokens": tuple(fields["shard_tokens"]), "label_tokens": labels})
 
     def event(self) -> dict[str, Any]:
-        """The fields of the event `corpus`."""
+        """Return the fields of the event `corpus`."""
         names = ("partition", "documents", "skipped", "shard_tokens", "validation_tokens", "purity", "overall_purity")
         more: dict[str, Any] = {"learnt_tokens": self.learnt_tokens} if self.masked else {}
         if self.partition == "labels":
@@ -117,7 +117,7 @@ class CorpusMeta:
 
     @property
     def purity(self) -> dict[str, float]:
-        """By label: the share of its tokens in the shard that has most of them."""
+        """For each label, the share of its tokens in the shard that has most of them."""
         return {label: max(tokens) / max(1, sum(tokens)) for label, tokens in self.label_tokens.items()}
 
     @property
@@ -137,7 +137,7 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path, *, allow_missing_shards: bool = False) -> "Corpus":
-        """The corpus in `folder`; DataError if it is missing, unfinished or does not match its meta.json."""
+        """Open the corpus in `folder`; DataError if it is missing, unfinished or does not match its meta.json."""
         try:
             meta = CorpusMeta.from_json((folder / META).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -147,11 +147,11 @@ class Corpus:
         corpus = cls(folder, meta)
         for name, expected in corpus.file_sizes().items():
             path = folder / name
-            found = path.stat().st_size if path.is_file() else None
-            if found is None and allow_missing_shards and name not in (TOKENIZER, VALIDATION):
+            size_bytes = path.stat().st_size if path.is_file() else None
+            if size_bytes is None and allow_missing_shards and name not in (TOKENIZER, VALIDATION):
                 continue
-            if found != expected:
-                state = "is missing" if found is None else f"has {found} bytes"
+            if size_bytes != expected:
+                state = "is missing" if size_bytes is None else f"has {size_bytes} bytes"
                 raise DataError(f"{path} {state}, but {META} says {expected} bytes; delete the folder to rebuild it")
         return corpus
 
@@ -160,7 +160,7 @@ class Corpus:
         return (self.folder / shard_name(shard)).is_file()
 
     def file_sizes(self) -> dict[str, int]:
-        """The expected size in bytes of each file but meta.json."""
+        """Return the expected size in bytes of each file but meta.json."""
         width = self.dtype.itemsize
         sizes = {shard_name(i): width * tokens for i, tokens in enumerate(self.meta.shard_tokens)}
         return {
@@ -207,15 +207,16 @@ class Corpus:
         return self.meta.digest
 
     def worker_weight(self, shards: Sequence[int]) -> float:
-        """The training tokens of some shards: the weight of their worker's contribution if shards are not i.i.d."""
+        """Count the training tokens of some shards: the weight of their worker's contribution if shards are not
+        i.i.d."""
         return float(sum(self.meta.shard_tokens[shard] for shard in shards))
 
     def shard(self, shard: int) -> Tokens:
-        """The tokens of one training shard, mapped from disk."""
+        """Return the tokens of one training shard, mapped from disk."""
         return self._map(shard_name(shard), self.meta.shard_tokens[shard])
 
     def validation(self) -> Tokens:
-        """The held-out tokens, mapped from disk."""
+        """Return the held-out tokens, mapped from disk."""
         return self._map(VALIDATION, self.meta.validation_tokens)
 
     def _map(self, name: str, tokens: int) -> Tokens:

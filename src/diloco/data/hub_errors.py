@@ -7,7 +7,8 @@ HUB_SECONDS = 15.0
 
 
 def hub_error(what: str, error: Exception, hint: str = "") -> DataError:
-    """An error of the hub's libraries as one sentence with a remedy. They share no base class: matched by name."""
+    """Put an error of the hub's libraries into one sentence with a remedy. They share no base class: matched by
+    name."""
     if isinstance(error, DataError):
         return error
     names = {kind.__name__ for kind in type(error).__mro__}

@@ -31,7 +31,7 @@ _COUNT_AT_ONCE = 1 << 16
 
 
 def worker_shards(shards: int, worker: int, workers: int) -> list[int]:
-    """The shards that worker `worker` of `workers` reads: worker, worker + workers, …"""
+    """List the shards that worker `worker` of `workers` reads: worker, worker + workers, …"""
     if workers > shards:
         raise ConfigError(
             f"{workers} workers cannot share {shards} shards (data.shards): each worker needs a shard of its "
@@ -87,7 +87,7 @@ Progress = Mapping[int, ShardProgress]
 
 
 def merge_progress(parts: Iterable[Progress]) -> dict[int, ShardProgress]:
-    """The progress of the shards of all workers together."""
+    """Put together the progress of the shards of all workers."""
     union: dict[int, ShardProgress] = {}
     for part in parts:
         if shared := sorted(union.keys() & part.keys()):
@@ -176,7 +176,7 @@ class WorkerBatches:
         return np.concatenate(parts)
 
     def progress(self, position: int) -> dict[int, ShardProgress]:
-        """The progress of each shard after `position` batches."""
+        """Return the progress of each shard after `position` batches."""
         at = self._position_at(position)
         progress = {}
         for shard, start, count in zip(self.shards, self._start, at.counts.tolist(), strict=True):
@@ -193,13 +193,15 @@ class WorkerBatches:
         return _PassPosition(number, 0, np.zeros(len(self.shards), np.int64))
 
     def _position_at(self, position: int) -> _PassPosition:
-        """The position after `position` batches, counted from the last one if that is in the same pass."""
+        """Return the position after `position` batches, counted from the last one if that is in the same pass."""
         if position < 0:
             raise ValueError(f"batch position {position} is negative")
-        number, taken = 0, position * self.batch_size
+        number = 0
+        taken = position * self.batch_size
         if taken > self._pass_size(0):  # exactly at its end a pass is still the current one
             number, taken = divmod(taken - self._pass_size(0) - 1, self.sequences_per_epoch)
-            number, taken = number + 1, taken + 1
+            number += 1
+            taken += 1
         at = self._last_position
         if at.number != number or at.taken > taken:
             at = self._start_of_pass(number)
@@ -226,15 +228,15 @@ class WorkerBatches:
         return _PassPosition(at.number, at.taken + len(indices), counts)
 
     def _gather(self, at: _PassPosition, indices: Int64) -> Int64:
-        """The tokens of the next draws: from each shard its next windows."""
+        """Read the tokens of the next draws: from each shard its next windows."""
         batch = np.empty((len(indices), self.sequence_length + 1), np.int64)
         for index in np.unique(indices):
-            here = indices == index
+            of_shard = indices == index
             start = self._start[index]
             first = int(at.counts[index]) + (0 if at.number else start.consumed)
             order = Permutation(int(self._windows[index]), self._seed, self.shards[index], start.epoch + at.number)
-            windows = order(np.arange(first, first + int(here.sum()), dtype=np.int64))
-            batch[here] = _take_windows(self._tokens[index], windows, self.sequence_length, self._mask_bit)
+            windows = order(np.arange(first, first + int(of_shard.sum()), dtype=np.int64))
+            batch[of_shard] = _take_windows(self._tokens[index], windows, self.sequence_length, self._mask_bit)
         return batch
 
 

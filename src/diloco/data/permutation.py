@@ -35,7 +35,7 @@ class Permutation:
         self._round_keys = np.frombuffer(digest, "<u8").astype(np.uint64)
 
     def __call__(self, indices: Int64) -> Int64:
-        """The images of `indices`, all of which lie in 0..size-1."""
+        """Return the images of `indices`, all of which lie in 0..size-1."""
         values = self._network(indices.astype(np.uint64).ravel())
         outside = values >= self.size
         while outside.any():  # the range is at most four times the size: a few turns
@@ -44,7 +44,8 @@ class Permutation:
         return values.astype(np.int64).reshape(indices.shape)
 
     def _network(self, values: UInt64) -> UInt64:
-        left, right = values >> self._half_bits, values & self._mask
+        left = values >> self._half_bits
+        right = values & self._mask
         for key in self._round_keys:
             left, right = right, left ^ (_mix(right ^ key) & self._mask)
         return (left << self._half_bits) | right

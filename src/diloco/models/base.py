@@ -55,12 +55,12 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor:
-        """Mean cross entropy in nats, in fp32. tokens, targets: (B, T), int64. `learnt`: only of the targets at these
-        indices of the flattened targets, of which there is at least one."""
+        """Compute the mean cross entropy in nats, in fp32. tokens, targets: (B, T), int64. `learnt`: only of the
+        targets at these indices of the flattened targets, of which there is at least one."""
 
     @abstractmethod
     def reader(self, length: int) -> Reader:
-        """A new context of up to `length` tokens, for generation."""
+        """Begin a new context of up to `length` tokens, for generation."""
 
     @abstractmethod
     def save(self, folder: Path, *, tokenizer_path: Path | None = None, end_of_text: str | None = None) -> None:

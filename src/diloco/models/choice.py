@@ -55,19 +55,19 @@ class ModelChoice:
         preset(self.name, shape=shape)
 
     def shape(self) -> dict[str, int | float | bool]:
-        """The numbers that are given."""
+        """Return the numbers that are given."""
         return {key: value for key, value in asdict(self).items() if key != "name" and value is not None}
 
     def num_parameters(self, *, vocab_size: int, sequence_length: int) -> int:
-        """Known without building it; of a pre-trained model by its files."""
-        found = check_model(self.name)
-        if found is None:
+        """Count the parameters without building the model; a pre-trained model's by its files."""
+        pretrained = check_model(self.name)
+        if pretrained is None:
             return preset(
                 self.name, vocab_size=vocab_size, max_sequence_length=sequence_length, shape=self.shape()
             ).num_parameters()
         if uses_transformers(self.name):
-            return stored_parameters(found.folder)
-        return ModelConfig.from_hf_config(read_json(found.folder / CONFIG_FILE)).num_parameters()
+            return stored_parameters(pretrained.folder)
+        return ModelConfig.from_hf_config(read_json(pretrained.folder / CONFIG_FILE)).num_parameters()
 
     def __str__(self) -> str:
         return self.name

@@ -42,9 +42,9 @@ def check_unused(path: Path) -> None:
 
 
 def size_bytes(text: str) -> int:
-    """`5GB` or `300 MiB` as a number of bytes."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
-    size = float(found[1]) * _UNITS.get(found[2], 0) if found else 0
+    """Read `5GB` or `300 MiB` as a number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    size = float(match[1]) * _UNITS.get(match[2], 0) if match else 0
     if size < 1:
         raise ConfigError(f"{text!r} is not a size: give a number and a unit, such as 5GB or 300MB")
     return int(size)

@@ -29,7 +29,7 @@ class Sampling:
     top_k: int | None = 50
     """Sample from the k likeliest tokens; None: from all."""
     generator: torch.Generator | None = None
-    """On the CPU, where the sampling happens, whatever the model's device; None is torch's global one."""
+    """A generator on the CPU, where the sampling happens, whatever the model's device; None is torch's global one."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -50,7 +50,7 @@ def generate(
     sampling: Sampling | None = None,
     stop_tokens: Container[int] = (),
 ) -> list[int]:
-    """The new tokens, without the prompt and without the stop token that ended them."""
+    """Generate tokens; returns them without the prompt and without the stop token that ended them."""
     return list(stream(model, prompt_tokens, max_new_tokens, sampling or Sampling(), stop_tokens))
 
 
@@ -61,7 +61,7 @@ def stream(
     sampling: Sampling,
     stop_tokens: Container[int] = (),
 ) -> Iterator[int]:
-    """The new tokens, each as soon as it is chosen. Bad input is refused at once, not at the first token."""
+    """Generate tokens, each yielded as soon as it is chosen. Bad input is refused at once, not at the first token."""
     _check_prompt(prompt_tokens, model.vocab_size)
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}: it must be at least 0")
@@ -95,7 +95,7 @@ def _stream(
 
 
 def _choose(logits: Tensor, sampling: Sampling) -> int:
-    """One token from logits (V,)."""
+    """Choose one token from logits (V,)."""
     if not bool(logits.max().isfinite()):
         raise ConfigError("the model's logits are not finite: it cannot generate text; its weights are damaged")
     if sampling.temperature == 0:

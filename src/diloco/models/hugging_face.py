@@ -44,7 +44,7 @@ class HuggingFaceModel(LanguageModel):
         self.inner = inner
         self.origin = origin
         self.lora: LoraConfig | None = None
-        """With it, only adapters are trained."""
+        """The adapters, if only these are trained."""
         self._frozen = ""
 
     def add_lora(self, config: LoraConfig) -> None:
@@ -56,7 +56,7 @@ class HuggingFaceModel(LanguageModel):
 
     @classmethod
     def load(cls, origin: Pretrained) -> "HuggingFaceModel":
-        """The model of a folder, on the CPU, in training mode. Leaves torch's generator as it was."""
+        """Load the model of a folder, on the CPU, in training mode. Leaves torch's generator as it was."""
         from transformers import AutoModelForCausalLM
 
         load: Any = AutoModelForCausalLM.from_pretrained  # its declared type leaves the report out
@@ -84,7 +84,7 @@ class HuggingFaceModel(LanguageModel):
 
     @classmethod
     def outline(cls, origin: Pretrained) -> "HuggingFaceModel":
-        """The model of a folder's config.json, without its weights, on torch's present default device."""
+        """Build the model of a folder's config.json, without its weights, on torch's present default device."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         before = torch.get_rng_state()
@@ -118,14 +118,16 @@ class HuggingFaceModel(LanguageModel):
         return json.dumps(config, sort_keys=True, default=str)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) for what follows each of tokens (B, T), int64."""
+        """Compute the logits (B, T, V) for what follows each of tokens (B, T), int64."""
         logits: Tensor = self.inner(input_ids=tokens, use_cache=False).logits
         return logits
 
     def loss(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor:
-        logits, wanted = self(tokens).flatten(0, 1), targets.flatten()
+        logits = self(tokens).flatten(0, 1)
+        wanted = targets.flatten()
         if learnt is not None:
-            logits, wanted = logits[learnt], wanted[learnt]
+            logits = logits[learnt]
+            wanted = wanted[learnt]
         return F.cross_entropy(logits.float(), wanted)
 
     def reader(self, length: int) -> Reader:  # noqa: ARG002 - its cache grows with the text
@@ -134,12 +136,15 @@ class HuggingFaceModel(LanguageModel):
     def save(self, folder: Path, *, tokenizer_path: Path | None = None, end_of_text: str | None = None) -> None:
         from transformers import GenerationConfig
 
-        config, own = self.inner.config, False
+        config = self.inner.config
+        keeps_tokenizer = False
         if tokenizer_path is not None:
             eos_token_id = check_tokenizer(tokenizer_path, self.vocab_size, end_of_text)
-            own = is_same_tokenizer(tokenizer_path, self.origin.folder / TOKENIZER_FILE)
-            if not own:  # the ids of the former special tokens have another meaning now
-                config.bos_token_id, config.eos_token_id, config.pad_token_id = None, eos_token_id, None
+            keeps_tokenizer = is_same_tokenizer(tokenizer_path, self.origin.folder / TOKENIZER_FILE)
+            if not keeps_tokenizer:  # the ids of the former special tokens have another meaning now
+                config.bos_token_id = None
+                config.eos_token_id = eos_token_id
+                config.pad_token_id = None
         if hasattr(self.inner, "generation_config"):
             # transformers refuses to save some published generation configs; the original file is copied below.
             self.inner.generation_config = GenerationConfig.from_model_config(config)
@@ -149,7 +154,7 @@ class HuggingFaceModel(LanguageModel):
             else:
                 self.inner.save_pretrained(new, state_dict=merged_weights(self.inner))
             weight_files(new)  # raises if transformers wrote no weights
-            if own:
+            if keeps_tokenizer:
                 copy_tokenizer(self.origin.folder, new)
             elif tokenizer_path is not None:
                 write_tokenizer(new, tokenizer_path, end_of_text, self.max_sequence_length)
@@ -220,8 +225,8 @@ def _check_causal(inner: Any, origin: Pretrained) -> None:
     changed = text.clone()
     changed[0, -1] = (changed[0, -1] + 1) % rows
     with torch.no_grad():
-        one, other = (inner(input_ids=tokens, use_cache=False).logits[0, :-1] for tokens in (text, changed))
-    if bool(((one - other).abs() > _ROUNDING * one.abs().amax(-1, keepdim=True)).any()):
+        logits, changed_logits = (inner(input_ids=x, use_cache=False).logits[0, :-1] for x in (text, changed))
+    if bool(((logits - changed_logits).abs() > _ROUNDING * logits.abs().amax(-1, keepdim=True)).any()):
         raise ConfigError(
             f"model {origin.name!r} is not causal: what it predicts depends on later tokens; give a causal language "
             f"model (a {type(inner).__name__} may be one with is_decoder true in config.json, trained that way)"

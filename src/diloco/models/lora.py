@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 DEFAULT_RANK = 16
-"""Of the option --lora without a number."""
+"""The rank of the option --lora without a number."""
 ALL_LINEAR = "all-linear"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -112,7 +112,7 @@ def frozen_digest(inner: "nn.Module") -> str:
 
 
 def merged_weights(inner: Any) -> "dict[str, Tensor]":
-    """The state of the model as if it had never had adapters: what they add is in its weights."""
+    """Return the state of the model as if it had never had adapters: what they add is in its weights."""
     layers = {path: module for path, module in inner.named_modules() if hasattr(module, "get_delta_weight")}
     merged: dict[str, Tensor] = {}
     for name, tensor in inner.state_dict().items():

@@ -40,7 +40,7 @@ class Pretrained:
     """The folder of a pre-trained model, and the sizes in its config.json."""
 
     name: str
-    """As the user gave it."""
+    """The name as the user gave it."""
     folder: Path
     vocab_size: int
     max_sequence_length: int | None
@@ -101,7 +101,8 @@ def check_model(model: str, *, weights: bool = True) -> Pretrained | None:
         vocab_size, max_sequence_length = _sizes(config, folder / CONFIG_FILE)
     else:
         shape = ModelConfig.from_hf_config(config)
-        vocab_size, max_sequence_length = shape.vocab_size, shape.max_sequence_length
+        vocab_size = shape.vocab_size
+        max_sequence_length = shape.max_sequence_length
     if weights:
         weight_files(folder)
     return Pretrained(model, folder, vocab_size, max_sequence_length)

@@ -18,7 +18,7 @@ from diloco.models.pretrained import CONFIG_FILE, check_model, read_json, uses_t
 def build_model(
     model: ModelChoice | str, *, vocab_size: int, sequence_length: int, lora: LoraConfig | None = None
 ) -> LanguageModel:
-    """The chosen or named model on the CPU, fp32, in training mode, for a tokenizer of `vocab_size` tokens.
+    """Build the chosen or named model on the CPU, fp32, in training mode, for a tokenizer of `vocab_size` tokens.
 
     A preset takes vocabulary and sequence length as given and draws its weights from torch's global generator. A
     pre-trained model keeps its own, which must be large enough; with `lora` it is frozen, and gets adapters that are
@@ -26,17 +26,17 @@ def build_model(
     """
     choice = model if isinstance(model, ModelChoice) else ModelChoice(model)
     model = choice.name
-    found = check_model(model)
-    if found is None:
+    pretrained = check_model(model)
+    if pretrained is None:
         shape = choice.shape()
         return NativeModel(preset(model, vocab_size=vocab_size, max_sequence_length=sequence_length, shape=shape))
-    found.check(vocab_size=vocab_size, sequence_length=sequence_length)
-    loaded = HuggingFaceModel.load(found) if uses_transformers(model) else NativeModel.load(found.folder)
+    pretrained.check(vocab_size=vocab_size, sequence_length=sequence_length)
+    loaded = HuggingFaceModel.load(pretrained) if uses_transformers(model) else NativeModel.load(pretrained.folder)
     for name, parameter in loaded.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise ConfigError(
                 f"model {model!r} has weights that are not finite (the first is {name.removeprefix('inner.')}): it can "
-                f"be neither trained nor used; restore {found.folder}"
+                f"be neither trained nor used; restore {pretrained.folder}"
             )
     return _with_adapters(loaded, lora)
 
@@ -56,13 +56,13 @@ def model_outline(
     lora: LoraConfig | None = None,
     device: str = "meta",
 ) -> LanguageModel:
-    """The same model without its weights: names and shapes. By default without any memory.
+    """Build the same model without its weights: names and shapes. By default without any memory.
 
-    Of a model of the hub only the small files are fetched.
+    Only the small files of a model of the hub are fetched.
     """
-    found = check_model(model.name, weights=False)
+    pretrained = check_model(model.name, weights=False)
     with torch.device(device):
-        if found is None:
+        if pretrained is None:
             shape = model.shape()
             return NativeModel(
                 preset(model.name, vocab_size=vocab_size, max_sequence_length=sequence_length, shape=shape)
@@ -70,14 +70,15 @@ def model_outline(
         if uses_transformers(model.name):
             before = torch.get_rng_state()
             try:
-                return _with_adapters(HuggingFaceModel.outline(found), lora)
+                return _with_adapters(HuggingFaceModel.outline(pretrained), lora)
             finally:
                 torch.set_rng_state(before)
-        return NativeModel(ModelConfig.from_hf_config(read_json(found.folder / CONFIG_FILE)))
+        return NativeModel(ModelConfig.from_hf_config(read_json(pretrained.folder / CONFIG_FILE)))
 
 
 def open_model(folder: Path) -> LanguageModel:
-    """The model of a folder, for generation: our own transformer if it computes this model, else `transformers`."""
+    """Open the model of a folder, for generation: our own transformer if it computes this model, else
+    `transformers`."""
     try:
         ModelConfig.from_hf_config(read_json(folder / CONFIG_FILE))
     except ConfigError:

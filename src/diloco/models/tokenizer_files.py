@@ -26,7 +26,7 @@ TOKENIZER_FILES = (
 
 
 def open_tokenizer(path: Path) -> Any:
-    """The `tokenizers.Tokenizer` of a tokenizer.json."""
+    """Open the `tokenizers.Tokenizer` of a tokenizer.json."""
     if not path.is_file():
         raise ConfigError(f"the tokenizer {path} does not exist: give the path of a tokenizer.json")
     try:
@@ -39,7 +39,7 @@ def open_tokenizer(path: Path) -> Any:
 
 
 def is_same_tokenizer(path: Path, other: Path) -> bool:
-    """Do two tokenizer.json files describe the same tokenizer, whatever their layout?"""
+    """Whether two tokenizer.json files describe the same tokenizer, whatever their layout."""
     return path.is_file() and other.is_file() and open_tokenizer(path).to_str() == open_tokenizer(other).to_str()
 
 
@@ -61,7 +61,7 @@ def check_tokenizer(path: Path, vocab_size: int, end_of_text: str | None) -> int
 
 
 def write_tokenizer(folder: Path, path: Path, end_of_text: str | None, max_length: int | None) -> None:
-    """tokenizer.json and a tokenizer_config.json with which `transformers` encodes and decodes losslessly."""
+    """Write tokenizer.json and a tokenizer_config.json with which `transformers` encodes and decodes losslessly."""
     write_file(folder / TOKENIZER_FILE, path.read_bytes())
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

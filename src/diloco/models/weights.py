@@ -25,7 +25,7 @@ _OTHERS = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a model folder, in the types they are stored in."""
+    """Read all tensors of a model folder, in the types they are stored in."""
     with StoredWeights(folder) as stored:
         return {name: stored.tensor(name) for name in stored.sizes}
 

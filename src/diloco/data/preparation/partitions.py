@@ -58,7 +58,7 @@ class Partition(ABC):
 
     @abstractmethod
     def assign(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
-        """The shard of each (passage, number of tokens)."""
+        """Return the shard of each (passage, number of tokens)."""
 
 
 @final

@@ -52,7 +52,7 @@ class Walk:
     validation_bytes: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     first_problem: str | None = None
-    """Of the rows and files that cannot be used."""
+    """The first problem of the rows and files that cannot be used."""
 
     def leave_out(self, reason: str) -> None:
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
@@ -63,7 +63,8 @@ class Passages:
     """One walk over a source, from its beginning or from the position of an earlier walk."""
 
     def __init__(self, source: Source, config: DataConfig, walk: Walk | None = None) -> None:
-        self.source, self.config = source, config
+        self.source = source
+        self.config = config
         self.walk = walk or Walk()
         self.seen: set[bytes] = set()
         self.new_digests: list[bytes] = []
@@ -72,7 +73,8 @@ class Passages:
         self.size_bytes = min(known) if known else None
         """Approximate size of the text; None if unknown."""
         share = LONGEST_LIMIT if self.size_bytes is None else self.size_bytes // PASSAGES_AT_LEAST
-        self._source_before, self._share = 0, 0.0
+        self._source_before = 0
+        self._share = 0.0
         self._limit = max(SHORTEST_LIMIT, min(share, LONGEST_LIMIT))
 
     def __iter__(self) -> Iterator[Passage]:
@@ -105,7 +107,8 @@ class Passages:
         return max(known, key=lambda pair: pair[0] / pair[1]) if known else (self.walk.taken, None)
 
     def _bounded_documents(self) -> Iterator[Document]:
-        most_documents, most_bytes = self.config.max_documents, self.config.max_bytes
+        most_documents = self.config.max_documents
+        most_bytes = self.config.max_bytes
         for document in self.source.documents(self.walk.taken):
             if most_documents is not None and self.walk.taken >= most_documents:
                 return
@@ -141,7 +144,8 @@ class Passages:
         return True
 
     def _assign(self, text: str, document: Document) -> Passage:
-        walk, size = self.walk, len(text.encode())
+        walk = self.walk
+        size = len(text.encode())
         seen = walk.train_bytes + walk.validation_bytes
         is_validation = walk.validation_bytes < self.config.validation_fraction * seen
         if is_validation:
@@ -152,7 +156,7 @@ class Passages:
 
 
 def cut(document: str, limit: int) -> Iterator[str]:
-    """The document in pieces of at most `limit` characters, cut after a line end if possible."""
+    """Cut a document into pieces of at most `limit` characters, after a line end if possible."""
     start = 0
     while len(document) - start > limit:
         line_end = document.rfind("\n", start, start + limit)

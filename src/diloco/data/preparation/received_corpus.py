@@ -42,18 +42,19 @@ Progress = Callable[[str, int, int | None], None]
 
 
 def corpus_files(corpus: Corpus) -> dict[str, Path]:
-    """The files of a corpus that a worker serves to others, including shards that it has not received yet."""
+    """List the files of a corpus that a worker serves to others, including shards that it has not received yet."""
     names = [*METADATA_FILES, VALIDATION, *(shard_name(shard) for shard in range(corpus.shards))]
     return {name: corpus.folder / name for name in names}
 
 
 def received_corpus_folder(config: DataConfig, digest: str) -> Path:
-    """The cache folder of a received corpus with that digest."""
+    """Return the cache folder of a received corpus with that digest."""
     return cache_root(config) / f"received-{digest[:32]}"
 
 
 def find_corpus(config: DataConfig, digest: str) -> Corpus | None:
-    """The corpus with that digest on this machine, prepared or (perhaps partly) received; None if there is none."""
+    """Find the corpus with that digest on this machine, prepared or (perhaps partly) received; None if there is
+    none."""
     folder = received_corpus_folder(config, digest)
     for path in sorted(folder.parent.glob(f"[!.]*/{META}"), key=lambda path: path.parent == folder):
         try:
@@ -88,7 +89,8 @@ def receive_files(
     folder: Path, meta: CorpusMeta, shards: Iterable[int], fetch: FetchVerified, progress: Progress
 ) -> Corpus:
     """Receive the validation text and these shards, except files already here; every file is checked."""
-    names, sizes = [VALIDATION, *map(shard_name, shards)], Corpus(folder, meta).file_sizes()
+    names = [VALIDATION, *map(shard_name, shards)]
+    sizes = Corpus(folder, meta).file_sizes()
     for number, name in enumerate(names):
         progress("receiving the data", number, len(names))
         if not (folder / name).is_file():
@@ -100,6 +102,7 @@ def receive_files(
 
 
 def bytes_to_receive(folder: Path, meta: CorpusMeta, shards: Sequence[int]) -> int:
+    """Count the bytes of the validation text and these shards that are not here yet."""
     sizes = Corpus(folder, meta).file_sizes()
     names = [VALIDATION, *map(shard_name, shards)]
     return sum(sizes[name] for name in names if not (folder / name).is_file())
@@ -126,9 +129,8 @@ def _check(meta: CorpusMeta, tokenizer: bytes, digest: str) -> None:
     expected = [VALIDATION, *(shard_name(shard) for shard in range(len(meta.shard_tokens)))]
     if list(meta.files) != expected or not 1 <= len(meta.shard_tokens) <= LARGEST_SHARD_COUNT:
         raise DataError(f"it names {len(meta.files)} files for {len(meta.shard_tokens)} shards")
-    masked, template = bool(meta.masked), meta.chat_template
-    found = corpus_digest(tokenizer, meta.files, masked=masked, chat_template=template)
-    if meta.digest != digest or found != digest:
+    computed = corpus_digest(tokenizer, meta.files, masked=bool(meta.masked), chat_template=meta.chat_template)
+    if meta.digest != digest or computed != digest:
         raise DataError("the digest of its tokenizer and files differs")
     counts = (*meta.shard_tokens, meta.validation_tokens)
     if not all(isinstance(tokens, int) and 0 <= tokens < 1 << 42 for tokens in counts):

@@ -31,7 +31,9 @@ class ShardWriter:
 
         `masked`: passages say which of their characters are learnt.
         """
-        self._folder, self._tokenizer, self._masked = folder, tokenizer, masked
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._masked = masked
         self._dtype = token_dtype(tokenizer.vocab_size, masked=masked)
         self.names = [VALIDATION, *(shard_name(shard) for shard in range(shards))]
         self.tokens = {name: tokens.get(name, 0) for name in self.names}
@@ -56,7 +58,7 @@ class ShardWriter:
         return self.tokens[VALIDATION]
 
     def write(self, passages: Sequence[Passage], partition: Partition) -> list[tuple[Passage, int, int]]:
-        """Encode for the next commit; returns (passage, shard, number of tokens) of the training passages."""
+        """Encode passages for the next commit; returns (passage, shard, number of tokens) of the training passages."""
         pieces = self._encode(passages)
         training = [i for i, passage in enumerate(passages) if not passage.is_validation]
         shards = partition.assign([(passages[i], len(pieces[i])) for i in training])
@@ -69,7 +71,7 @@ class ShardWriter:
         return [(passages[i], shard, len(pieces[i])) for i, shard in zip(training, shards, strict=True)]
 
     def _encode(self, passages: Sequence[Passage]) -> list[NDArray[Any]]:
-        """The tokens of each passage, with the end-of-text token that follows it."""
+        """Return the tokens of each passage, with the end-of-text token that follows it."""
         end = self._tokenizer.end_of_text
         if not self._masked and not any(passage.is_chat for passage in passages):
             encoded = self._tokenizer.encode_batch([passage.text for passage in passages])
@@ -86,7 +88,8 @@ class ShardWriter:
         end = self._tokenizer.end_of_text
         learnt = _learnt(spans, passage.answers, len(passage.text))
         if not passage.is_chat or tokens[-1:] != [end]:  # a template may write it
-            tokens, learnt = [*tokens, end], [*learnt, not passage.is_chat or passage.answers is None]
+            tokens = [*tokens, end]
+            learnt = [*learnt, not passage.is_chat or passage.answers is None]
         piece = np.array(tokens, self._dtype)
         if self._masked:
             piece[~np.array(learnt, bool)] |= mask_bit(self._dtype)
@@ -101,7 +104,7 @@ class ShardWriter:
 
 
 def _learnt(tokens: Sequence[tuple[int, int]], answers: Spans | None, length: int) -> list[bool]:
-    """Which tokens have a character of an answer; `tokens`: their characters in a text of `length` characters."""
+    """Say which tokens have a character of an answer; `tokens`: their characters in a text of `length` characters."""
     if answers is None:
         return [True] * len(tokens)
     inside = np.zeros(length + 1, np.int64)  # [i]: characters of answers before character i

@@ -36,7 +36,7 @@ class Source(ABC):
     """Documents in a fixed order. `skipped` counts, by reason, what the last walk left out."""
 
     chat_template: str | None = None
-    """That writes the conversations of this source, if it has any."""
+    """The Jinja template that writes the conversations of this source, if it has any."""
 
     def __init__(self) -> None:
         self.skipped: Counter[str] = Counter()
@@ -44,14 +44,15 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def open(cls, config: DataConfig) -> "Source | None":
-        """The source that `config.source` names; None if it names another kind of source.
+        """Open the source that `config.source` names; None if it names another kind of source.
 
         DataError if it names this kind, but there is nothing to read.
         """
 
     @abstractmethod
     def identity(self) -> dict[str, object]:
-        """JSON that changes whenever the documents may have changed. Called at every start: must not read the files."""
+        """Return JSON that changes whenever the documents may have changed. Called at every start: must not read the
+        files."""
 
     @property
     @abstractmethod
@@ -60,12 +61,13 @@ class Source(ABC):
 
     @abstractmethod
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """All documents but the first `start`; the same ones at every call."""
+        """Yield all documents but the first `start`; the same ones at every call."""
 
     @abstractmethod
     def progress(self) -> tuple[int, int | None]:
-        """(done, total) of the current walk, in a unit of the source's choice; total is None if unknown."""
+        """Return (done, total) of the current walk, in a unit of the source's choice; total is None if unknown."""
 
     def fingerprint(self) -> str:
-        """A revision that `identity` cannot know without a network; if it changes, a preparation starts again."""
+        """Return a revision that `identity` cannot know without a network; if it changes, a preparation starts
+        again."""
         return ""

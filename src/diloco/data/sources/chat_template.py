@@ -35,7 +35,9 @@ class ChatTemplate:
         """`name`: of the template, in messages."""
         from jinja2 import TemplateError
 
-        self.source, self.special_tokens, self.name = source, dict(special_tokens), name
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        self.name = name
         self._marks = "endgeneration" in source
         try:
             self._template = _environment().from_string(source)
@@ -43,12 +45,12 @@ class ChatTemplate:
             raise DataError(f"{name} is not a Jinja template: {error}; repair it") from error
 
     def write(self, messages: Sequence[Message], tools: object = None) -> str:
-        """The text of a conversation."""
+        """Write a conversation."""
         text = self._text(messages, tools)
         return _unmarked(text)[0] if self._marks else text
 
     def write_answers(self, messages: Sequence[Message], tools: object = None) -> tuple[str, Spans]:
-        """The text of a conversation, and the ranges of characters that the assistant wrote."""
+        """Write a conversation; returns also the ranges of characters that the assistant wrote."""
         text = self._text(messages, tools)
         if self._marks:
             if any(mark in message["content"] for message in messages for mark in (_BEGIN, _END)):
@@ -63,7 +65,7 @@ class ChatTemplate:
         )
 
     def ask(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation up to where the assistant's next message begins."""
+        """Write a conversation up to where the assistant's next message begins."""
         asked = self._text(messages, None, prompt=True)
         if not messages or asked != self._text(messages, None):
             return _unmarked(asked)[0] if self._marks else asked
@@ -85,7 +87,7 @@ class ChatTemplate:
         return ""
 
     def _start(self, text: str, before: Sequence[Message], tools: object) -> int:
-        """Where an answer begins: after what the template writes to ask for one."""
+        """Find where an answer begins: after what the template writes to ask for one."""
         for prompt in (True, False):
             beginning = self._text(before, tools, prompt=prompt) if before or prompt else ""
             if text.startswith(beginning):
@@ -93,7 +95,7 @@ class ChatTemplate:
         raise DataError(self._unsteady(len(before)))
 
     def _end(self, text: str, messages: Sequence[Message], count: int, tools: object) -> int:
-        """Where the first `count` messages end."""
+        """Find where the first `count` messages end."""
         beginning = text if count == len(messages) else self._text(messages[:count], tools)
         if not text.startswith(beginning):
             raise DataError(self._unsteady(count))
@@ -115,17 +117,17 @@ class ChatTemplate:
 
 
 def folder_template(folder: Path) -> ChatTemplate | None:
-    """The template of a model folder, with its tokenizer's special tokens; None if the model has none."""
-    found = find_tokenizer(folder)
-    if found.chat_template is None:
+    """Return the template of a model folder, with its tokenizer's special tokens; None if the model has none."""
+    tokenizer = find_tokenizer(folder)
+    if tokenizer.chat_template is None:
         return None
-    return ChatTemplate(found.chat_template, found.special_tokens, f"the chat template of {folder}")
+    return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens, f"the chat template of {folder}")
 
 
 def load_template(config: DataConfig) -> ChatTemplate:
-    """The template of data.chat_template or else of the tokenizer; DataError with the remedy if there is none."""
-    found = None if config.tokenizer is None else find_tokenizer(config.tokenizer)
-    special = {} if found is None else found.special_tokens
+    """Load the template of data.chat_template or else of the tokenizer; DataError with the remedy if there is none."""
+    tokenizer = None if config.tokenizer is None else find_tokenizer(config.tokenizer)
+    special = {} if tokenizer is None else tokenizer.special_tokens
     given = config.chat_template
     if given is not None and given in NAMED:
         return ChatTemplate(NAMED[given], special, f"the template {given!r}")
@@ -139,18 +141,24 @@ def load_template(config: DataConfig) -> ChatTemplate:
                 f"{' or '.join(NAMED)}"
             ) from error
         return ChatTemplate(source, special, f"the template {given}")
-    if found is None or found.chat_template is None:
-        what = "no tokenizer is given" if found is None else f"data.tokenizer {config.tokenizer!r} has no chat template"
+    if tokenizer is None or tokenizer.chat_template is None:
+        what = (
+            "no tokenizer is given"
+            if tokenizer is None
+            else f"data.tokenizer {config.tokenizer!r} has no chat template"
+        )
         raise DataError(
             f"data.format = {config.format} needs a chat template, and {what}: give one with --data.chat_template "
             "FILE, or use a common one with --data.chat_template chatml"
         )
-    return ChatTemplate(found.chat_template, special, f"the chat template of {config.tokenizer}")
+    return ChatTemplate(tokenizer.chat_template, special, f"the chat template of {config.tokenizer}")
 
 
 def _unmarked(text: str) -> tuple[str, Spans]:
-    """The text without the marks of {% generation %}, and the ranges between them."""
-    parts, spans, length = [], [], 0
+    """Return the text without the marks of {% generation %}, and the ranges between them."""
+    parts = []
+    spans = []
+    length = 0
     for number, piece in enumerate(text.replace(_END, _BEGIN).split(_BEGIN)):
         if number % 2:
             spans.append((length, length + len(piece)))

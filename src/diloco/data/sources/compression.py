@@ -31,7 +31,7 @@ COMPRESSIONS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".bz2": bz2.BZ2File,
     ".zst": _zstd_stream,
 }
-"""By suffix."""
+"""How a compressed file is opened, by suffix."""
 
 
 @contextmanager

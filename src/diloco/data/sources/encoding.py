@@ -28,7 +28,7 @@ class NotText(Exception):
 
 
 def decode(content: bytes, encoding: str | None) -> str:
-    """The text of a whole file."""
+    """Decode a whole file."""
     name, mark = encoding_of(content, encoding)
     try:
         text = content[mark:].decode(name)
@@ -45,7 +45,7 @@ def decode(content: bytes, encoding: str | None) -> str:
 
 
 def encoding_of(head: bytes, encoding: str | None) -> tuple[str, int]:
-    """The encoding of a file that begins with `head`, and the length of its byte-order mark."""
+    """Return the encoding of a file that begins with `head`, and the length of its byte-order mark."""
     for mark, name in _MARKS:
         if head.startswith(mark):
             return name, len(mark)
@@ -82,9 +82,10 @@ class TextReader:
         self._offset = mark
 
     def read(self) -> str:
-        """The next characters; an empty text at the end. Raises NotText."""
+        """Read the next characters; an empty text at the end. Raises NotText."""
         while True:
-            chunk, self._head = self._head or self._stream.read(CHUNK_BYTES), b""
+            chunk = self._head or self._stream.read(CHUNK_BYTES)
+            self._head = b""
             waiting = len(self._decoder.getstate()[0])
             try:
                 text = self._decoder.decode(chunk, final=not chunk)
@@ -95,7 +96,7 @@ class TextReader:
                 return text
 
     def lines(self) -> Iterator[str]:
-        """With their ends. A line ends at "\\n" only."""
+        """Yield lines with their ends. A line ends at "\\n" only."""
         parts: list[str] = []
         while chunk := self.read():
             *whole, rest = chunk.split("\n")

@@ -41,16 +41,18 @@ class DocumentFile(ABC):
 
     def __init__(self, path: Path, rows: Rows, encoding: str | None = None) -> None:
         """`encoding`: of a file without a byte-order mark; UTF-8 if None."""
-        self.path, self.rows, self.encoding = path, rows, encoding
+        self.path = path
+        self.rows = rows
+        self.encoding = encoding
         self.count = 0
         self.position = 0
 
     @abstractmethod
     def documents(self, start: int) -> Iterator[Document]:
-        """All documents but the first `start`. Afterwards `count` is the number of documents in the file."""
+        """Yield all documents but the first `start`. Afterwards `count` is the number of documents in the file."""
 
     def _bad_file(self, problem: str, start: int) -> Iterator[Document]:
-        """The file, or the rest of it, cannot be read: it counts as one document, which says so."""
+        """Yield a file, or the rest of it, that cannot be read: it counts as one document, which says so."""
         self.count += 1
         if self.count > start:
             yield self.rows.bad(f"{self.path} {problem}", is_file=True)
@@ -402,7 +404,7 @@ FORMATS: dict[str, type[DocumentFile]] = {
     ".parquet": Parquet,
     **dict.fromkeys(TEXT_SUFFIXES, TextFile),
 }
-"""By suffix. Parquet has its own compression."""
+"""The formats by suffix. Parquet has its own compression."""
 
 
 def format_of(path: Path) -> type[DocumentFile] | None:

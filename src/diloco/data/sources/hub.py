@@ -26,7 +26,9 @@ DISK_FILES = ("dataset_dict.json", "state.json")
 class HuggingFaceDataset(Source):
     def __init__(self, name: str, config_name: str | None, split: str | None, rows: Rows | None = None) -> None:
         super().__init__()
-        self.name, self.config_name, self.split = name, config_name, split
+        self.name = name
+        self.config_name = config_name
+        self.split = split
         self.rows = rows or TextRows()
         self.chat_template = self.rows.chat_template
         self.folder = _folder(name)
@@ -48,15 +50,15 @@ class HuggingFaceDataset(Source):
         return cls(*parse(config.source), rows_of(config))
 
     def __str__(self) -> str:
-        """The source as the user names it, for messages."""
+        """Name the source as the user does, for messages."""
         config_name = f":{self.config_name}" if self.config_name else ""
         return f"data.source '{PREFIX}{self.name}{config_name}{f'@{self.split}' if self.split else ''}'"
 
     def identity(self) -> dict[str, object]:
         files = []
         if self.folder is not None:
-            found = sorted(path for path in self.folder.rglob("*") if path.is_file())
-            files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in found]
+            paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
+            files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         name = self.name if self.folder is None else str(self.folder)
         return {"kind": "hf", "name": name, "config": self.config_name, "split": self.split, "files": files,
                 "rows": self.rows.identity()}  # fmt: skip
@@ -130,7 +132,7 @@ class HuggingFaceDataset(Source):
 
 
 def parse(spec: str) -> tuple[str, str | None, str | None]:
-    """(name, configuration, split) of `hf:NAME[:CONFIG][@SPLIT]`; a path may contain : and @."""
+    """Return (name, configuration, split) of `hf:NAME[:CONFIG][@SPLIT]`; a path may contain : and @."""
     rest = spec.removeprefix(PREFIX)
     if _folder(rest) is not None:
         return rest, None, None
@@ -157,7 +159,7 @@ def _import_datasets() -> Any:
 
 
 def _revision(name: str, what: str) -> str:
-    """The current commit of the dataset; also the quick check whether it can be reached at all."""
+    """Return the current commit of the dataset; also the quick check whether it can be reached at all."""
     _import_datasets()
     from huggingface_hub import HfApi
 

@@ -102,7 +102,7 @@ class StandardLibrary(Source):
 
     @staticmethod
     def _topics(text: str) -> Iterator[Document]:
-        """The help texts themselves; as Python source they would be escaped strings."""
+        """Yield the help texts themselves; as Python source they would be escaped strings."""
         for statement in ast.parse(text).body:
             if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
                 topics: dict[str, str] = ast.literal_eval(statement.value)
@@ -118,24 +118,25 @@ class LocalFiles(Source):
 
     def __init__(self, path: Path, rows: Rows | None = None, encoding: str | None = None) -> None:
         super().__init__()
-        self.path, self.encoding = path, encoding
+        self.path = path
+        self.encoding = encoding
         self.rows = rows or TextRows()
         self.chat_template = self.rows.chat_template
         self._is_folder = path.is_dir()
-        found = _walk(path, frozenset({"__pycache__"})) if self._is_folder else {"": path.stat()}
-        paths = {path / name if name else path: status for name, status in found.items()}
-        self._files = {each: status for each, status in paths.items() if format_of(each) is not None}
-        self._other_suffixes = len(found) - len(self._files)
+        names = _walk(path, frozenset({"__pycache__"})) if self._is_folder else {"": path.stat()}
+        files = {path / name if name else path: status for name, status in names.items()}
+        self._files = {file: status for file, status in files.items() if format_of(file) is not None}
+        self._other_suffixes = len(files) - len(self._files)
         self._done_bytes = 0
         self._open_file: DocumentFile | None = None
         self._check()
 
     def _check(self) -> None:
         if not self._files and self._is_folder:
-            found = "the folder is empty (hidden files do not count)"
+            problem = "the folder is empty (hidden files do not count)"
             if self._other_suffixes:
-                found = f"none of the {self._other_suffixes} files in this folder is one that can be read"
-            raise DataError(f"data.source {str(self.path)!r}: {found}; known suffixes are: {known_suffixes()}")
+                problem = f"none of the {self._other_suffixes} files in this folder is one that can be read"
+            raise DataError(f"data.source {str(self.path)!r}: {problem}; known suffixes are: {known_suffixes()}")
         if not self._files:
             raise DataError(
                 f"data.source {str(self.path)!r}: {self.path.suffix!r} is not the suffix of a file that can be read; "
@@ -211,7 +212,7 @@ class LocalFiles(Source):
         return kind(path, self.rows, self._encoding_of(path))
 
     def _encoding_of(self, path: Path) -> str | None:
-        """The first of several encodings that fits a file; if none of the others does, the last."""
+        """Choose the first of several encodings that fits a file; if none of the others does, the last."""
         *others, last = (name.strip() for name in (self.encoding or "").split(","))
         for name in others:
             with open_decompressed(path) as (stream, _):
@@ -221,7 +222,7 @@ class LocalFiles(Source):
 
 
 def _walk(root: Path, excluded_folders: frozenset[str]) -> dict[str, os.stat_result]:
-    """Files below `root` by relative path, sorted: file systems list them in different orders."""
+    """List the files below `root` by relative path, sorted: file systems list them in different orders."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"cannot read {error.filename}: {error.strerror}; make it readable") from error

@@ -13,7 +13,7 @@ SOURCES: tuple[type[Source], ...] = (
 
 
 def open_source(config: DataConfig) -> Source:
-    """The source that `data.source` names."""
+    """Open the source that `data.source` names."""
     for kind in SOURCES:
         source = kind.open(config)
         if source is not None:

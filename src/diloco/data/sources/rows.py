@@ -34,7 +34,8 @@ class Rows(ABC):
 
     def __init__(self, label: str | None = None, *, skip: bool = False) -> None:
         """`label`: the field with the label. `skip`: leave bad rows out instead of raising DataError."""
-        self.label, self.skip = label, skip
+        self.label = label
+        self.skip = skip
 
     @property
     @abstractmethod
@@ -72,7 +73,7 @@ class Rows(ABC):
         return [] if self.label is None else [(self.label, "data.label_field")]
 
     def bad(self, problem: str, *, is_file: bool = False) -> Document:
-        """A row or file that cannot be used: raises DataError, or returns the document that says so."""
+        """Refuse a row or file that cannot be used: raises DataError, or returns the document that says so."""
         if self.skip:
             return Document("", problem=problem, is_file=is_file)
         what = "files" if is_file else "rows"
@@ -273,7 +274,7 @@ def field_of(row: dict[str, Any], name: str, option: str, where: str) -> Any:
 
 
 def missing_field(row: dict[str, Any], name: str, option: str, where: str) -> str:
-    """Says which fields there are, and what to do about it."""
+    """Say which fields there are, and what to do about it."""
     there = ", ".join(map(str, row)) or "none"
     message = f"{where} has no field {name!r}; its fields are: {there}. Choose one with --{option}"
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
@@ -287,7 +288,7 @@ def missing_field(row: dict[str, Any], name: str, option: str, where: str) -> st
 
 
 def checked_text(value: object, name: str, where: str) -> str:
-    """A value that must be Unicode text; `name` is its field."""
+    """Check a value that must be Unicode text; `name` is its field."""
     field = f": field {name!r}" if name else ""
     if not isinstance(value, str):
         raise DataError(f"{where}{field} is {shortened(value)}, not a text; repair or remove the row")

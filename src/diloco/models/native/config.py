@@ -87,8 +87,9 @@ class ModelConfig:
             )
 
     def num_parameters(self) -> int:
-        """How many parameters `Transformer(self)` has; tied embeddings count once."""
-        query_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        """Count the parameters of `Transformer(self)`; tied embeddings count once."""
+        query_width = self.num_heads * self.head_dim
+        kv_width = self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * query_width + 2 * kv_width)
         mlp = 3 * self.hidden_size * self.intermediate_size
         norms = 2 * self.hidden_size
@@ -96,7 +97,7 @@ class ModelConfig:
         return embeddings + self.num_layers * (attention + mlp + norms) + self.hidden_size
 
     def hf_config(self, *, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, object]:
-        """The `config.json` of a Hugging Face `LlamaForCausalLM` with these weights.
+        """Return the `config.json` of a Hugging Face `LlamaForCausalLM` with these weights.
 
         The token ids are written even when None: left out, transformers assumes 1 and 2, which are ordinary
         tokens of another vocabulary.
@@ -126,7 +127,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf_config(cls, hf: Mapping[str, object]) -> "ModelConfig":
-        """The shape in a Llama `config.json`; refuses a model that `Transformer` does not compute."""
+        """Read the shape in a Llama `config.json`; refuses a model that `Transformer` does not compute."""
         _check_family(hf)
         heads = _whole(hf, "num_attention_heads")
         hidden_size = _whole(hf, "hidden_size")

@@ -19,7 +19,7 @@ ROWS_AT_ONCE = 16384
 
 
 def next_token_loss(hidden: Tensor, matrix: Tensor, targets: Tensor) -> Tensor:
-    """hidden (N, D), matrix (V, D), targets (N): mean cross entropy in nats, fp32."""
+    """Compute the mean cross entropy in nats, fp32, of hidden (N, D), matrix (V, D), targets (N)."""
     if hidden.is_cuda and has_triton() and hidden.dtype == torch.bfloat16 and torch.is_grad_enabled():
         loss: Tensor = _FusedLoss.apply(hidden, matrix.bfloat16(), targets)  # type: ignore[no-untyped-call]
         return loss
@@ -38,11 +38,11 @@ class _FusedLoss(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden)
         matrix_gradient = torch.zeros(matrix.shape, device=matrix.device)
         for first in range(0, rows, ROWS_AT_ONCE):
-            here = slice(first, first + ROWS_AT_ONCE)
-            logits = hidden[here] @ matrix.T  # (rows, V)
-            softmax_gradient_(logits, targets[here], losses[here], 1.0 / rows)
-            torch.mm(logits, matrix, out=hidden_gradient[here])
-            matrix_gradient += logits.T @ hidden[here]
+            chunk = slice(first, first + ROWS_AT_ONCE)
+            logits = hidden[chunk] @ matrix.T  # (rows, V)
+            softmax_gradient_(logits, targets[chunk], losses[chunk], 1.0 / rows)
+            torch.mm(logits, matrix, out=hidden_gradient[chunk])
+            matrix_gradient += logits.T @ hidden[chunk]
         ctx.save_for_backward(hidden_gradient, matrix_gradient)
         return losses.mean()
 

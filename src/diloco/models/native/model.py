@@ -24,7 +24,7 @@ class NativeModel(Transformer, LanguageModel):
 
     @classmethod
     def load(cls, folder: Path) -> "NativeModel":
-        """The model of a Llama-family folder."""
+        """Load the model of a Llama-family folder."""
         model = load_model(folder, cls)
         model.origin = folder
         return model

@@ -100,7 +100,7 @@ def preset(
     max_sequence_length: int | None = None,
     shape: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
-    """The named shape, with the tokenizer's vocabulary, the run's sequence length and the numbers of `shape`."""
+    """Return the named shape, with the tokenizer's vocabulary, the run's sequence length and the numbers of `shape`."""
     if name not in PRESETS:
         nearest = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
         hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
@@ -115,18 +115,19 @@ def preset(
 
 
 def _completed(base: ModelConfig, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """The given numbers, and those that follow from them; a number that is not positive is left to ModelConfig."""
-    found = dict(shape)
+    """Return the given numbers, and those that follow from them; a number that is not positive is left to
+    ModelConfig."""
+    completed = dict(shape)
     sizes = ("hidden_size", "num_heads")
     given = [name for name in sizes if name in shape]
     if not given or any(not isinstance(shape[name], int) or shape[name] < 1 for name in given):
-        return found
+        return completed
     hidden, heads = (shape.get(name, getattr(base, name)) for name in sizes)
     if "hidden_size" in shape:
         wanted = base.intermediate_size * hidden / base.hidden_size
-        found.setdefault("intermediate_size", math.ceil(wanted / _MULTIPLE) * _MULTIPLE)
+        completed.setdefault("intermediate_size", math.ceil(wanted / _MULTIPLE) * _MULTIPLE)
     if "num_heads" in shape:
         kv_heads, rest = divmod(heads * base.num_kv_heads, base.num_heads)
-        found.setdefault("num_kv_heads", heads if rest else kv_heads)
-    found.setdefault("head_dim", max(1, hidden // heads))
-    return found
+        completed.setdefault("num_kv_heads", heads if rest else kv_heads)
+    completed.setdefault("head_dim", max(1, hidden // heads))
+    return completed

@@ -70,7 +70,7 @@ def save_model(
 
 
 def load_model(directory: Path, kind: type[Kind] = Transformer) -> Kind:  # type: ignore[assignment]
-    """The model of such a folder (ours, or a Llama of transformers): CPU, fp32. Draws no random numbers."""
+    """Load the model of such a folder (ours, or a Llama of transformers): CPU, fp32. Draws no random numbers."""
     config = ModelConfig.from_hf_config(read_json(directory / CONFIG_FILE))
     # Old versions of transformers stored these tables; they follow from config.json.
     tensors = {n: t for n, t in read_weights(directory).items() if not n.endswith("rotary_emb.inv_freq")}

@@ -80,8 +80,8 @@ class RMSNorm(nn.Module):
 
 
 def residual_std(config: ModelConfig) -> float:
-    """For the two matrices of a layer that add to the residual stream: its variance then starts the same at
-    any depth (GPT-2, section 2.3)."""
+    """Return the deviation of the two matrices of a layer that add to the residual stream: its variance then starts the
+    same at any depth (GPT-2, section 2.3)."""
     return INITIAL_STD / math.sqrt(2 * config.num_layers)
 
 
@@ -109,7 +109,8 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.grouped = config.num_heads != config.num_kv_heads
-        query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        query_width = config.num_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
         self.q_proj = Projection(config.hidden_size, query_width)
         self.k_proj = Projection(config.hidden_size, kv_width)
         self.v_proj = Projection(config.hidden_size, kv_width)
@@ -222,7 +223,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         learnt: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V) of the token after each of tokens (B, T), int64, which continue the cache.
+        """Compute the logits (B, T, V) of the token after each of tokens (B, T), int64, which continue the cache.
 
         With targets (B, T): their mean cross entropy instead, or that of the flattened targets `learnt`. Both are calls
         of the module, so that FSDP's all-gather and hooks take effect.
@@ -230,14 +231,16 @@ class Transformer(nn.Module):
         hidden = self.model(tokens, cache)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         if targets is not None:
-            hidden, targets = hidden.flatten(0, 1), targets.flatten()
+            hidden = hidden.flatten(0, 1)
+            targets = targets.flatten()
             if learnt is not None:  # the logits of the others are not even computed
-                hidden, targets = hidden[learnt], targets[learnt]
+                hidden = hidden[learnt]
+                targets = targets[learnt]
             return next_token_loss(hidden, head.weight, targets)
         return F.linear(hidden, head.weight)
 
     def loss(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor:
-        """Mean cross entropy in nats, in fp32 whatever the logits' type. tokens, targets: (B, T), int64; `learnt`: only
-        of the targets at these indices of the flattened targets."""
+        """Compute the mean cross entropy in nats, in fp32 whatever the logits' type. tokens, targets: (B, T), int64;
+        `learnt`: only of the targets at these indices of the flattened targets."""
         loss: Tensor = self(tokens, targets=targets, learnt=learnt)
         return loss
