@@ -1,4 +1,4 @@
-"""What the block-wise codecs share: rows in batches that stay in cache, packed codes, a scale for each block.
+"""The parts that block-wise codecs share: rows in batches that stay in cache, packed codes, a scale for each block.
 
 A part is cut into blocks of consecutive values, each with an fp32 scale of its own. Layout of a part: the codes, then
 the scales of its blocks.

@@ -34,7 +34,7 @@ class EncodedVector:
         self._data: Tensor | None = None
         means = codec.for_means
         self.mean: EncodedVector = self if means is codec else EncodedVector(means, layout, device, pinned=pinned)
-        """Where an engine puts the mean of the round."""
+        """The vector in which an engine puts the mean of the round."""
 
     @property
     def data(self) -> Tensor:

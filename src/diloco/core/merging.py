@@ -34,7 +34,7 @@ LEAST_NORM = 0.1
 
 @dataclass(frozen=True)
 class Claim:
-    """What a worker states about its contribution before it is averaged."""
+    """A worker's statement about its contribution before it is averaged."""
 
     weight: float
     norm: float

@@ -1,4 +1,4 @@
-"""What is said of a contribution before it is sent, as a fixed number of bytes: no pickle, no varying length."""
+"""The header of a contribution, sent before it: a fixed number of bytes, no pickle, no varying length."""
 
 import struct
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def _finite(value: object) -> object:
 
 @dataclass(frozen=True)
 class Header:
-    """What one worker says of its contribution to a round."""
+    """One worker's statement about its contribution to a round."""
 
     worker: int
     key: RoundKey
@@ -74,7 +74,7 @@ def unpack(worker: int, data: bytes) -> Header:
 
 
 def find_report_fault(report: Report) -> str | None:
-    """What no honest worker reports of itself, if the report has it: then nothing of the report can be used."""
+    """Name a value that no honest worker reports, if there is one: then nothing of the report can be used."""
     *told, last_round_seconds = astuple(report)
     for name, value in zip(Report.__dataclass_fields__, told, strict=False):
         if isinstance(value, float) and isinf(value):

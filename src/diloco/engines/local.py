@@ -37,7 +37,7 @@ class LocalSwarm:
         self.rounds: dict[int, _Round] = {}
         self.providers: dict[int, Callable[[], GlobalState]] = {}
         self.anchor_place: list[AnchorServer] = []
-        """Where worker 0 puts the anchor of asynchronous workers."""
+        """The place where worker 0 puts the anchor of asynchronous workers."""
 
     def engines(self) -> list["LocalEngine"]:
         return [LocalEngine(self, worker) for worker in range(self.workers)]

@@ -65,7 +65,7 @@ class Decision:
     too_short: frozenset[int] = frozenset()
     """Workers of `refused` whose contribution is next to nothing."""
     merge: Merge = "mean"
-    """As in SyncConfig; `mean` also where too few contribute to be clipped."""
+    """The way of merging, as in SyncConfig; `mean` also where too few contribute to be clipped."""
     total_weight: float = 0.0
     """All the work that is in the mean."""
     plain: bool = False
@@ -278,7 +278,7 @@ class Wave:
         return slice(first, first + self.counts[worker])
 
     def split(self, data: Tensor) -> list[Tensor]:
-        """What each worker reduces, as views of all parts."""
+        """The parts that each worker reduces, as views of all parts."""
         return list(torch.split_with_sizes(data[self.first : self.first + self.num_parts], self.counts))
 
 

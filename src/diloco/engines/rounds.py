@@ -1,4 +1,4 @@
-"""What goes into a round and what comes out of it: the vocabulary of the engine contract."""
+"""The vocabulary of the engine contract: what goes into a round and what comes out of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +23,7 @@ class RoundKey:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker tells the others of itself with every round; nan where there is nothing to tell."""
+    """A worker's report of itself to the others with every round; nan where there is nothing to tell."""
 
     inner_steps: int = 0
     tokens: int = 0
@@ -60,7 +60,7 @@ class Contribution:
     max_norm_ratio: float | None = None
     report: Report = field(default_factory=Report)
     note: bytes = b""
-    """What else this worker tells the others with the round; only elastic engines carry it."""
+    """A message of this worker to the others with the round; only elastic engines carry it."""
     round_weight: float = inf
     """The weight of H inner steps: with an elastic engine `weight` counts as at most MAX_WEIGHT_ROUNDS of it."""
     work: float = 1.0
@@ -68,7 +68,7 @@ class Contribution:
     full_weight: float = 0.0
     """The weight of H inner steps, with any engine: as such it counts at least in a mean of leftovers."""
     merge: Merge = "mean"
-    """As in SyncConfig."""
+    """The way of merging, as in SyncConfig."""
     patience_seconds: float = 0.0
     """Added to the round's deadline by a worker that has no steps left: the others may need H steps to post."""
 
@@ -85,7 +85,7 @@ class Member:
     note: bytes = b""
 
     def as_json(self) -> dict[str, Any]:
-        """What JSON can hold of it: all but the note, which is for the other workers only."""
+        """All but the note, which is for the other workers only, as JSON can hold it."""
         fields = asdict(self)
         del fields["note"]
         return fields
@@ -93,19 +93,19 @@ class Member:
 
 @dataclass(frozen=True)
 class RoundPhases:
-    """Where a round's seconds went for this worker, as far as its engine can tell; None where it cannot."""
+    """This worker's seconds of a round by phase, as far as its engine can tell; None where it cannot."""
 
     others_seconds: float | None = None
-    """From its post until it had heard of every contribution to the mean: the others were still at work."""
+    """The seconds from its post until it had heard of every contribution to the mean: the others were still at work."""
     send_seconds: float | None = None
-    """From then until it had the whole mean, without `reduce_seconds`: parts and means were on their way."""
+    """The seconds from then until it had the whole mean, but `reduce_seconds`: parts and means were on their way."""
     reduce_seconds: float | None = None
     """This worker computed its part of the mean."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the reduction of some parts tells of the contributions, in their order; without any parts it tells nothing.
+    """A comparison of the contributions, in their order, from the reduction of some parts; of no parts it is empty.
 
     It adds up over parts, and so over the workers that reduce them.
     """
@@ -113,7 +113,7 @@ class Comparison:
     products: tuple[float, ...] = ()
     """The sums of their inner products (core/merging.py)."""
     replaced: tuple[int, ...] = ()
-    """In how many parts each counted as the mean of the others (core/clipping.py)."""
+    """The number of parts in which each counted as the mean of the others (core/clipping.py)."""
     parts: int = 0
 
     def __add__(self, other: "Comparison") -> "Comparison":
@@ -189,7 +189,7 @@ class RoundResult:
 
 @dataclass(frozen=True)
 class GlobalState:
-    """What a joiner needs before its first inner step: anchors, outer optimizer state, position in the schedule."""
+    """All that a joiner needs before its first inner step: anchors, outer optimizer state, position in the schedule."""
 
     tensors: "Mapping[str, Tensor]"
     """Empty if this worker's own tensors are right and only `means` are missing."""
@@ -204,6 +204,6 @@ class GlobalState:
     plain: frozenset[int] = frozenset()
     """The sequence numbers of those `means` that are plain (RoundResult.plain)."""
     position: int | None = None
-    """Where the others are in the schedule by now, as far as is known; None: at `numbers["inner_steps"]`."""
+    """The others' position in the schedule by now, as far as is known; None: `numbers["inner_steps"]`."""
     note: bytes = b""
-    """What the source tells besides; only elastic engines carry it."""
+    """A message of the source to the joiner; only elastic engines carry it."""

@@ -482,7 +482,7 @@ class WaveExchange:
 
 
 class _Memory(ABC):
-    """What a vector's parts are sent from and received into, and where they are reduced."""
+    """The memory from which a vector's parts are sent, into which they are received, and where they are reduced."""
 
     data: Tensor
     """This worker's contribution: [parts, part_bytes]."""

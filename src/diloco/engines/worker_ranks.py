@@ -43,7 +43,7 @@ class WorkerRanks:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """For the worker's own collectives: `DistributedDataParallel(model, process_group=engine.ranks.group)`."""
+        """The worker's ranks as a group: `DistributedDataParallel(model, process_group=engine.ranks.group)`."""
         if self._compute is None:
             raise ConfigError(
                 "this worker has no process group: connect with diloco.connect(ranks_per_worker=...), which makes one"
@@ -51,7 +51,7 @@ class WorkerRanks:
         return self._compute
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """For `fully_shard(model, mesh=engine.ranks.mesh("cuda"))`."""
+        """The worker's ranks as a mesh: `fully_shard(model, mesh=engine.ranks.mesh("cuda"))`."""
         return DeviceMesh.from_group(self.group, device_type)
 
     # What the ranks tell each other
@@ -137,5 +137,5 @@ ALONE = WorkerRanks()
 
 
 def compute_backend() -> str:
-    """What a worker's own collectives run on: CUDA tensors over NCCL where there is CUDA, all others over gloo."""
+    """The backend of a worker's own collectives: CUDA tensors over NCCL where there is CUDA, all others over gloo."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

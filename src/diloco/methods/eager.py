@@ -85,7 +85,7 @@ class EagerUpdates(Method):
 
 
 class EagerFragment:
-    """What one fragment remembers besides its anchor: the worker's start, and the momentum of its own shares."""
+    """The memory of one fragment besides its anchor: the worker's start, and the momentum of its own shares."""
 
     def __init__(self, fragment: Fragment, *, delayed: bool) -> None:
         """`delayed`: no share of its own, the naive form: θ_i ← A."""

@@ -1,4 +1,4 @@
-"""What DiLoCo is given, checked before anything is sent: a mistake is a ConfigError that names the remedy."""
+"""The arguments of DiLoCo, checked before anything is sent: a mistake is a ConfigError that names the remedy."""
 
 import gc
 import operator
@@ -117,7 +117,7 @@ def chosen_outer(outer: object) -> OuterOptimizer:
 
 @dataclass(frozen=True)
 class Given:
-    """What DiLoCo was given, as far as one part of it must fit another."""
+    """The arguments that DiLoCo was given, as far as one must fit another."""
 
     sync: SyncConfig
     engine: Connection

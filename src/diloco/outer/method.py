@@ -39,7 +39,7 @@ Means = Sequence[EncodedVector] | None
 
 
 class Position(Protocol):
-    """Where a worker is in the schedule (outer/state.py)."""
+    """The place of a worker in the schedule (outer/state.py)."""
 
     inner_steps: int
 
@@ -53,7 +53,7 @@ class Position(Protocol):
 
 @dataclass(frozen=True)
 class TrainingWorker:
-    """What a method may know of the worker that it is a part of."""
+    """All that a method may know of the worker that it is a part of."""
 
     engine: Connection
     schedule: Schedule
@@ -78,7 +78,7 @@ class LaneFragment:
 
 @dataclass(frozen=True)
 class Options:
-    """What a run was given that its methods are chosen by."""
+    """The options and objects of a run by which its methods are chosen."""
 
     sync: SyncConfig
     faults: FaultsConfig

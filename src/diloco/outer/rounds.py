@@ -79,7 +79,7 @@ def end_of(posted: RoundInFlight) -> RoundResult | RoundFailed:
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Where a worker's seconds went in a round; None where that is not known or did not happen."""
+    """A worker's seconds of a round by phase; None where that is not known or did not happen."""
 
     encode_seconds: float | None
     flight_seconds: float

@@ -1,4 +1,4 @@
-"""What the outer loop of one worker counts: its position, the rounds it has merged, and the work behind them.
+"""The state of one worker's outer loop: its position, the rounds it has merged, and the work behind them.
 
 `inner_steps` and `sequence` are this worker's place in the schedule. Where workers come and go, that place may jump
 ahead of the work done: `steps_taken` and `merged_at` count the work, and the weight of a contribution comes from them

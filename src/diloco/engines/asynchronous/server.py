@@ -21,7 +21,7 @@ from diloco.errors import EngineError
 
 Kind = Literal["arrive", "done", "confirm"]
 SERVED_ANCHOR = "global"
-"""Where worker 0's outer state keeps the anchor when it is saved; its own anchor is where it began its steps."""
+"""The name under which worker 0 saves the anchor; its own anchor is where it began its steps."""
 _RECENT_NORMS = 9
 _POLL_SECONDS = 0.5
 

@@ -1,4 +1,4 @@
-"""What each fragment of a model holds, when it is posted, and its memory."""
+"""The groups of a model's tensors, one a fragment: what each holds, when it is posted, and its memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ class Group:
     names: tuple[str, ...]
     outer: OuterOptimizer
     max_norm_ratio: float | None
-    """As in SyncConfig; None for buffers: statistics of different data may differ by any factor."""
+    """The bound on norms, as in SyncConfig; None for buffers: statistics of different data may differ by any factor."""
     merge: Merge = "mean"
-    """As in SyncConfig; all but parameters is averaged plainly."""
+    """The way of merging, as in SyncConfig; all but parameters is averaged plainly."""
     buffers: bool = False
     """Counted buffers, which are few: they travel whole, with 16 bits at least."""
     sending: Sending | None = None
-    """What travels instead of tensors of the model (methods/second_moments.py); there is no fragment then."""
+    """The sender of something else than tensors of the model (methods/second_moments.py); there is no fragment then."""
 
     @property
     def auxiliary(self) -> bool:

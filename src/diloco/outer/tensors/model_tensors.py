@@ -1,4 +1,4 @@
-"""What of a model is averaged, what is only made equal at the start, and what stays a worker's own.
+"""A model's tensors: which are averaged, which are only made equal at the start, and which stay a worker's own.
 
 - Averaged by the outer optimizer: every trainable parameter, once (tied weights are one tensor).
 - Averaged plainly: floating-point buffers that are saved with the model (batch-norm statistics).
