@@ -81,10 +81,10 @@ class Float16(Codec):
         least = values.amin(dim=1).tolist()
         largest = [max(high, -low) for high, low in zip(most, least, strict=True)]
         # |x| < 2^frexp(x)[1]; 2^15 is within fp16's range, and 2^±126 within fp32's
-        shifts = [min(max(15 - math.frexp(one)[1], -126), 126) for one in largest]
+        shifts = [min(max(15 - math.frexp(size)[1], -126), 126) for size in largest]
         scales = torch.tensor([[2.0**shift for shift in shifts], [2.0**-shift for shift in shifts]])
         scales = scales.to(values.device).unsqueeze(2)  # [there and back, rows, 1]
-        within = all(one * 2.0**shift <= FP16_TOP for one, shift in zip(largest, shifts, strict=True))
+        within = all(size * 2.0**shift <= FP16_TOP for size, shift in zip(largest, shifts, strict=True))
         scaled = torch.mul(values, scales[0], out=scratch("encode", values.shape, values.device))
         if not within:
             scaled.clamp_(-FP16_TOP, FP16_TOP)

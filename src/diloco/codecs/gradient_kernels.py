@@ -50,11 +50,11 @@ def _delta(table, firsts, block, at, anchor, numel, BLOCK: tl.constexpr, ALIGNED
     theta_i = tl.zeros(at.shape, tl.float32)
     for number in range(tl.load(firsts + block), tl.load(firsts + block + 1)):
         theta, start, count = entry(table, number, ALIGNED)
-        there = at - (start - block * BLOCK)
-        mask = (there >= 0) & (there < count)
-        theta_i = tl.where(mask, tl.load(theta + there, mask, 0.0), theta_i)
-    here = block * BLOCK + at
-    return tl.load(anchor + here, here < numel, 0.0) - theta_i
+        in_tensor = at - (start - block * BLOCK)
+        mask = (in_tensor >= 0) & (in_tensor < count)
+        theta_i = tl.where(mask, tl.load(theta + in_tensor, mask, 0.0), theta_i)
+    place = block * BLOCK + at
+    return tl.load(anchor + place, place < numel, 0.0) - theta_i
 
 
 @triton.jit
@@ -78,8 +78,8 @@ def _encode_kernel(
 ):  # fmt: skip
     """A program has a block of a part; with 4 bits also the one that is half a part further."""
     part = tl.program_id(0).to(tl.int64)
-    here = tl.program_id(1)
-    block = part * (elements // BLOCK) + here
+    own_block = tl.program_id(1)
+    block = part * (elements // BLOCK) + own_block
     scale_at = tl.arange(0, BLOCK // SIZE)
     at = scale_at[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     base = tl.multiple_of(out + part * row_bytes, 4)
@@ -88,13 +88,13 @@ def _encode_kernel(
         shift = fp16_shift(tl.load(largest + part).to(tl.float32, bitcast=True))
         code = fp16_code(x, shift, top)
         back = power_of_two(-shift)
-        tl.store(base.to(tl.pointer_type(tl.float16)) + here * BLOCK + at, code)
-        tl.store((base + 2 * elements).to(tl.pointer_type(tl.float32)), back, here == 0)
+        tl.store(base.to(tl.pointer_type(tl.float16)) + own_block * BLOCK + at, code)
+        tl.store((base + 2 * elements).to(tl.pointer_type(tl.float32)), back, own_block == 0)
         error, square = _squares(x, code.to(tl.float32) * back)
     elif CODE == 1:
         code, scale = int8_code(x, top_scale)
-        tl.store(base.to(tl.pointer_type(tl.int8)) + here * BLOCK + at, code.to(tl.int8))
-        tl.store((base + elements).to(tl.pointer_type(tl.float32)) + here * (BLOCK // SIZE) + scale_at, scale)
+        tl.store(base.to(tl.pointer_type(tl.int8)) + own_block * BLOCK + at, code.to(tl.int8))
+        tl.store((base + elements).to(tl.pointer_type(tl.float32)) + own_block * (BLOCK // SIZE) + scale_at, scale)
         error, square = _squares(x, code * scale[:, None])
     else:
         half = elements // 2
@@ -111,11 +111,11 @@ def _encode_kernel(
             error, square = _squares(x, e3m0_value(low, low_scale))
             more_error, more_square = _squares(y, e3m0_value(high, high_scale))
         error, square = error + more_error, square + more_square
-        tl.store(base + here * BLOCK + at, (low | (high << 4)).to(tl.uint8))
-        scales = (base + half).to(tl.pointer_type(tl.float32)) + here * (BLOCK // SIZE) + scale_at
+        tl.store(base + own_block * BLOCK + at, (low | (high << 4)).to(tl.uint8))
+        scales = (base + half).to(tl.pointer_type(tl.float32)) + own_block * (BLOCK // SIZE) + scale_at
         tl.store(scales, low_scale)
         tl.store(scales + half // SIZE, high_scale)
-    mine = sums + 2 * (part * tl.num_programs(1) + here)
+    mine = sums + 2 * (part * tl.num_programs(1) + own_block)
     tl.store(mine, error)
     tl.store(mine + 1, square)
 
@@ -154,15 +154,15 @@ def _take_step(
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The outer step of a block along `d`: what it adds to the mean's squared norm and to the anchor's digest."""
-    here = block * BLOCK + at
-    inside = here < numel
-    a = anchor_after(anchor + here, momentum + here, d, inside, lr, mu, KIND)
-    tl.store(anchor + here, a, inside)
+    place = block * BLOCK + at
+    inside = place < numel
+    a = anchor_after(anchor + place, momentum + place, d, inside, lr, mu, KIND)
+    tl.store(anchor + place, a, inside)
     for number in range(tl.load(firsts + block), tl.load(firsts + block + 1)):
         theta, start, count = entry(table, number, ALIGNED)
-        there = at - (start - block * BLOCK)
-        mask = (there >= 0) & (there < count)
-        tl.store(theta + there, theta_after(theta + there, a, mask, weight, MIX), mask)
+        in_tensor = at - (start - block * BLOCK)
+        mask = (in_tensor >= 0) & (in_tensor < count)
+        tl.store(theta + in_tensor, theta_after(theta + in_tensor, a, mask, weight, MIX), mask)
     bits = tl.where(inside, a.to(tl.uint32, bitcast=True), 0).to(tl.int64)
     sums = tl.sum(bits * tl.load(columns + at % ROW), axis=1)
     first = block * BLOCK + tl.arange(0, BLOCK // SIZE) * SIZE
@@ -177,21 +177,21 @@ def _step_kernel(
 ):  # fmt: skip
     """Grid and blocks as in _encode_kernel; `columns` and `rows` as in core/digest.py."""
     part = tl.program_id(0).to(tl.int64)
-    here = tl.program_id(1)
-    block = part * (elements // BLOCK) + here
+    own_block = tl.program_id(1)
+    block = part * (elements // BLOCK) + own_block
     scale_at = tl.arange(0, BLOCK // SIZE)
     at = scale_at[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     base = tl.multiple_of(data + part * row_bytes, 4)
     if CODE == 0:
         scale = tl.load((base + 2 * elements).to(tl.pointer_type(tl.float32)))
-        d = tl.load(base.to(tl.pointer_type(tl.float16)) + here * BLOCK + at).to(tl.float32) * scale
+        d = tl.load(base.to(tl.pointer_type(tl.float16)) + own_block * BLOCK + at).to(tl.float32) * scale
     elif CODE == 1:
-        scales = tl.load((base + elements).to(tl.pointer_type(tl.float32)) + here * (BLOCK // SIZE) + scale_at)
-        d = tl.load(base.to(tl.pointer_type(tl.int8)) + here * BLOCK + at).to(tl.float32) * scales[:, None]
+        scales = tl.load((base + elements).to(tl.pointer_type(tl.float32)) + own_block * (BLOCK // SIZE) + scale_at)
+        d = tl.load(base.to(tl.pointer_type(tl.int8)) + own_block * BLOCK + at).to(tl.float32) * scales[:, None]
     else:
         half = elements // 2
-        packed = tl.load(base + here * BLOCK + at).to(tl.int32)
-        scales = (base + half).to(tl.pointer_type(tl.float32)) + here * (BLOCK // SIZE) + scale_at
+        packed = tl.load(base + own_block * BLOCK + at).to(tl.int32)
+        scales = (base + half).to(tl.pointer_type(tl.float32)) + own_block * (BLOCK // SIZE) + scale_at
         low_scale = tl.load(scales)
         high_scale = tl.load(scales + half // SIZE)
         if CODE == 2:
@@ -210,7 +210,7 @@ def _step_kernel(
             lr, mu, weight, KIND, MIX, BLOCK, SIZE, ROW, ALIGNED,
         )  # fmt: skip
         square, digest = square + more, digest + more_digest
-    mine = part * tl.num_programs(1) + here
+    mine = part * tl.num_programs(1) + own_block
     tl.store(norms + mine, square)
     tl.store(digests + mine, digest)
 

@@ -112,11 +112,11 @@ def _encode_int8(values, out, elements, row_bytes, top_scale, BLOCKS: tl.constex
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    here = at < elements
-    x = tl.load(values + row * elements + at, here, 0.0)
+    inside = at < elements
+    x = tl.load(values + row * elements + at, inside, 0.0)
     code, scale = int8_code(x, top_scale)
     base = out + row * row_bytes
-    tl.store(base.to(tl.pointer_type(tl.int8)) + at, code.to(tl.int8), here)
+    tl.store(base.to(tl.pointer_type(tl.int8)) + at, code.to(tl.int8), inside)
     scales = (base + elements).to(tl.pointer_type(tl.float32))
     tl.store(scales + block, scale, block * SIZE < elements)
 
@@ -126,11 +126,11 @@ def _decode_int8(data, out, elements, row_bytes, BLOCKS: tl.constexpr, SIZE: tl.
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    here = at < elements
+    inside = at < elements
     base = data + row * row_bytes
     scale = tl.load((base + elements).to(tl.pointer_type(tl.float32)) + block, block * SIZE < elements, 0.0)
-    code = tl.load(base.to(tl.pointer_type(tl.int8)) + at, here, 0)
-    tl.store(out + row * elements + at, code.to(tl.float32) * scale[:, None], here)
+    code = tl.load(base.to(tl.pointer_type(tl.int8)) + at, inside, 0)
+    tl.store(out + row * elements + at, code.to(tl.float32) * scale[:, None], inside)
 
 
 def encode_int8(values: Tensor, out: Tensor) -> None:
@@ -187,10 +187,10 @@ def _encode_4_bits(
     half = elements // 2
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    here = at < half
+    inside = at < half
     source = values + row * elements + at
-    low = tl.load(source, here, 0.0)
-    high = tl.load(source + half, here, 0.0)
+    low = tl.load(source, inside, 0.0)
+    high = tl.load(source + half, inside, 0.0)
     if E3M0:
         low_code, low_scale = e3m0_code(low, least_scale)
         high_code, high_scale = e3m0_code(high, least_scale)
@@ -199,7 +199,7 @@ def _encode_4_bits(
         high_code, high_scale = int4_code(high, least_scale, top_scale)
         low_code += 8
     base = out + row * row_bytes
-    tl.store(base + at, (low_code | (high_code << 4)).to(tl.uint8), here)
+    tl.store(base + at, (low_code | (high_code << 4)).to(tl.uint8), inside)
     scales = (base + half).to(tl.pointer_type(tl.float32)) + block
     tl.store(scales, low_scale, block * SIZE < half)
     tl.store(scales + half // SIZE, high_scale, block * SIZE < half)
@@ -222,19 +222,19 @@ def _decode_4_bits(data, out, elements, row_bytes, E3M0: tl.constexpr, BLOCKS: t
     half = elements // 2
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    here = at < half
+    inside = at < half
     base = data + row * row_bytes
-    packed = tl.load(base + at, here, 0).to(tl.int32)
+    packed = tl.load(base + at, inside, 0).to(tl.int32)
     scales = (base + half).to(tl.pointer_type(tl.float32)) + block
     low_scale = tl.load(scales, block * SIZE < half, 0.0)
     high_scale = tl.load(scales + half // SIZE, block * SIZE < half, 0.0)
     target = out + row * elements + at
     if E3M0:
-        tl.store(target, e3m0_value(packed & 15, low_scale), here)
-        tl.store(target + half, e3m0_value(packed >> 4, high_scale), here)
+        tl.store(target, e3m0_value(packed & 15, low_scale), inside)
+        tl.store(target + half, e3m0_value(packed >> 4, high_scale), inside)
     else:
-        tl.store(target, int4_value((packed & 15) - 8, low_scale), here)
-        tl.store(target + half, int4_value((packed << 24) >> 28, high_scale), here)
+        tl.store(target, int4_value((packed & 15) - 8, low_scale), inside)
+        tl.store(target + half, int4_value((packed << 24) >> 28, high_scale), inside)
 
 
 def _encode_halves(values: Tensor, out: Tensor, *, e3m0: bool) -> None:

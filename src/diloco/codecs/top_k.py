@@ -42,13 +42,14 @@ class _Sparse(Codec):
 
     def _split(self, values: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Chunks of the same size at a time: values [rows, chunks, size] and their bytes [rows, chunks, …]."""
-        first = first_byte = 0
+        first = 0
+        first_byte = 0
         for size, count in _chunks(values.shape[1]):
             width = self._chunk_bytes(size)
-            here = torch.unflatten(values[:, first : first + size * count], 1, (count, size))
-            yield here, torch.unflatten(data[:, first_byte : first_byte + width * count], 1, (count, width))
-            first = first + size * count
-            first_byte = first_byte + width * count
+            chunks = torch.unflatten(values[:, first : first + size * count], 1, (count, size))
+            yield chunks, torch.unflatten(data[:, first_byte : first_byte + width * count], 1, (count, width))
+            first += size * count
+            first_byte += width * count
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         for chunks, data in self._split(values, out):

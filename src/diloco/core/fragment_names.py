@@ -43,11 +43,11 @@ def assign(names: Sequence[str], sync: SyncConfig) -> list[list[str]]:
 
 def _by_hand(names: Sequence[str], text: str) -> list[list[str]]:
     """`text`: fragments separated by semicolons, each a list of patterns with commas, as in `*embed*; *.0.*, *.1.*`."""
-    fragments = [[pattern.strip() for pattern in one.split(",") if pattern.strip()] for one in text.split(";")]
+    fragments = [[pattern.strip() for pattern in part.split(",") if pattern.strip()] for part in text.split(";")]
     if not all(fragments):
         raise ConfigError(f"sync.fragments_by_hand = {text!r} has a fragment without a pattern: remove its semicolon")
     matches = {
-        name: [i for i, patterns in enumerate(fragments) if any(fnmatchcase(name, one) for one in patterns)]
+        name: [i for i, patterns in enumerate(fragments) if any(fnmatchcase(name, pattern) for pattern in patterns)]
         for name in names
     }
     for name, places in matches.items():
@@ -58,9 +58,9 @@ def _by_hand(names: Sequence[str], text: str) -> list[list[str]]:
                 "exactly one"
             )
     for patterns in fragments:
-        for one in patterns:
-            if not any(fnmatchcase(name, one) for name in names):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(
-                    f"sync.fragments_by_hand: the pattern {one!r} matches no parameter; a name is {names[0]!r}"
+                    f"sync.fragments_by_hand: the pattern {pattern!r} matches no parameter; a name is {names[0]!r}"
                 )
     return [[name for name in names if matches[name] == [index]] for index in range(len(fragments))]

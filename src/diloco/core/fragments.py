@@ -88,7 +88,8 @@ class Fragment:
     rounds: int = 0
 
     def __post_init__(self) -> None:
-        self.device = device = self.tensors[0].device
+        device = self.tensors[0].device
+        self.device = device
         ends = torch.tensor([tensor.numel() for tensor in self.tensors]).cumsum(0).tolist()
         self._starts: list[int] = [0, *ends[:-1]]
         self.layout = PartLayout(ends[-1])

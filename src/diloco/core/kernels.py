@@ -47,8 +47,8 @@ def _gradient_kernel(table, first, offset, anchor, delta, BLOCK: tl.constexpr, A
     theta, start, count = entry(table, first + tl.program_id(0), ALIGNED)
     at = tl.arange(0, BLOCK)
     mask = at < count
-    here = start - offset + at
-    tl.store(delta + here, tl.load(anchor + here, mask, 0.0) - tl.load(theta + at, mask, 0.0), mask)
+    place = start - offset + at
+    tl.store(delta + place, tl.load(anchor + place, mask, 0.0) - tl.load(theta + at, mask, 0.0), mask)
 
 
 @triton.jit
@@ -84,13 +84,13 @@ def _step_kernel(
     theta, start, count = entry(table, first + tl.program_id(0), ALIGNED)
     at = tl.arange(0, BLOCK)
     mask = at < count
-    here = start - offset + at
+    place = start - offset + at
     if ALONE:
-        d = tl.load(anchor + here, mask, 0.0) - tl.load(theta + at, mask, 0.0)
+        d = tl.load(anchor + place, mask, 0.0) - tl.load(theta + at, mask, 0.0)
     else:
-        d = tl.load(delta + here, mask, 0.0)
-    a = anchor_after(anchor + here, momentum + here, d, mask, lr, mu, KIND)
-    tl.store(anchor + here, a, mask)
+        d = tl.load(delta + place, mask, 0.0)
+    a = anchor_after(anchor + place, momentum + place, d, mask, lr, mu, KIND)
+    tl.store(anchor + place, a, mask)
     tl.store(theta + at, theta_after(theta + at, a, mask, weight, MIX), mask)
 
 

@@ -73,6 +73,22 @@ def unpack(worker: int, data: bytes) -> Header:
     return Header(worker, RoundKey(sequence, fragment), claim, layout.rstrip(b"\0").decode("ascii", "replace"), member)
 
 
+def header_of(worker: int, key: RoundKey, contribution: Contribution) -> Header:
+    """The header of a contribution that stays in this process."""
+    report, digest = contribution.report, contribution.anchor_digest
+    claim = Claim(
+        contribution.weight,
+        contribution.norm,
+        digest,
+        contribution.round_weight,
+        contribution.work,
+        contribution.full_weight,
+        report.done,
+    )
+    member = Member(worker, digest, contribution.weight, contribution.norm, report)
+    return Header(worker, key, claim, contribution.layout_digest, member)
+
+
 def find_report_fault(report: Report) -> str | None:
     """Name a value that no honest worker reports, if there is one: then nothing of the report can be used."""
     *told, last_round_seconds = astuple(report)

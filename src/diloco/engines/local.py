@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.core.merging import Claim, diverged
+from diloco.core.merging import diverged
 from diloco.engines.asynchronous.engine import AnchorLink, FixedEngine, LocalLink
 from diloco.engines.asynchronous.server import AnchorServer
 from diloco.engines.base import PendingRound
-from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round
+from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, header_of
 from diloco.engines.reduction import Decision, decide, reduce_parts, run_ends, traffic
 from diloco.engines.rounds import Comparison, Contribution, GlobalState, Member, RoundKey, RoundPhases, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
@@ -144,7 +144,8 @@ class _Round:
         self.lost = {worker for worker, lost_at in swarm.fail_at if lost_at == sequence}
         self.started = time.monotonic()
         self.posted: dict[int, float] = {}
-        self.reducing = self.reduced = 0.0  # when the reduction began and ended
+        self.reducing = 0.0  # when the reduction began
+        self.reduced = 0.0  # when it ended
         self.mean: EncodedVector | None = None
         self.decision: Decision | None = None
         self.comparison = Comparison()
@@ -154,17 +155,11 @@ class _Round:
     def post(self, worker: int, key: RoundKey, contribution: Contribution) -> None:
         if worker in self.headers:
             raise EngineError(f"worker {worker} posted round {key.sequence} twice")
-        digest = contribution.anchor_digest
-        weight = contribution.weight
-        norm = contribution.norm
-        member = Member(worker, digest, weight, norm, contribution.report)
-        full_weight = contribution.full_weight
-        done = contribution.report.done
-        claim = Claim(weight, norm, digest, work=contribution.work, full_weight=full_weight, done=done)
-        self.headers[worker] = Header(worker, key, claim, contribution.layout_digest, member)
+        self.headers[worker] = header_of(worker, key, contribution)
         if worker not in self.lost:
             self.contributions[worker] = contribution
-        self.posted[worker] = self.reducing = time.monotonic()
+        self.reducing = time.monotonic()
+        self.posted[worker] = self.reducing
         if len(self.headers) == self.swarm.workers:
             self._reduce()
             self.reduced = time.monotonic()

@@ -227,7 +227,8 @@ class _Reduction:
         if all_at_once:
             values = iter(list(values))
         if with_products:
-            self.products[some.start] = sums = inner_products(terms)
+            sums = inner_products(terms)
+            self.products[some.start] = sums
             if self.with_squares:
                 pairs = zip(combinations_with_replacement(range(count), 2), sums.tolist(), strict=True)
                 self.squares.update({(some.start, i): product for (i, j), product in pairs if i == j})

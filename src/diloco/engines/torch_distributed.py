@@ -472,10 +472,10 @@ class WaveExchange:
         group = {_CONTRIBUTIONS: self._groups.contributions, _MEANS: self._groups.means}.get(tag, self._groups.control)
         transfers = []
         for distance in range(1, self._workers):  # so that not all begin with the same peer
-            there = (self._worker + distance) % self._workers
+            to = (self._worker + distance) % self._workers
             back = (self._worker - distance) % self._workers
-            if len(outgoing[there]):
-                transfers.append(dist.P2POp(dist.isend, outgoing[there], self._ranks[there], group, tag))
+            if len(outgoing[to]):
+                transfers.append(dist.P2POp(dist.isend, outgoing[to], self._ranks[to], group, tag))
             if len(incoming[back]):
                 transfers.append(dist.P2POp(dist.irecv, incoming[back], self._ranks[back], group, tag))
         return dist.batch_isend_irecv(transfers) if transfers else []

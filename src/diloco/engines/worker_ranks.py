@@ -129,7 +129,8 @@ class WorkerRanks:
         """Not collective. `broken`: a rank may be lost."""
         end_group(self._control, broken)
         end_group(self._compute, broken)
-        self._control = self._compute = None
+        self._control = None
+        self._compute = None
 
 
 ALONE = WorkerRanks()

@@ -41,7 +41,8 @@ class DiLoCoCallback(_PACKAGE.Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         del pl_module
-        optimizer = self._optimizer = _diloco_optimizer(trainer.optimizers)
+        optimizer = _diloco_optimizer(trainer.optimizers)
+        self._optimizer = optimizer
         # Lightning then unscales and clips itself, and skips the step if GradScaler says so: counted below.
         optimizer._step_supports_amp_scaling = False
         self._steps_before = trainer.global_step - optimizer.loop.inner_steps

@@ -81,7 +81,8 @@ class BackgroundReplica(OneRankReplica):
         fragment = self.lane.fragments[index]
         if fragment is not None and not dropped:
             fragment.check_memory()
-            self._copied[index] = block = self._take_block()
+            block = self._take_block()
+            self._copied[index] = block
             fragment.copy_to(block)
         return 0.0 if dropped else math.nan, report
 
