@@ -28,6 +28,10 @@ from diloco.training.config.run import ComputeConfig
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+logger = logging.getLogger(__name__)
+
+WORTH_COMPILING = 50_000_000
+"""With this many parameters or more, compiling pays for its half a minute; the default of compute.compile."""
 SHORT_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -110,12 +114,6 @@ def _local(tensor: Any) -> Tensor:
     return local
 
 
-logger = logging.getLogger(__name__)
-
-WORTH_COMPILING = 50_000_000
-"""With this many parameters or more, compiling pays for its half a minute; the default of compute.compile."""
-
-
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated parts of a model: every item of a list of modules."""
     return [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
@@ -166,3 +164,28 @@ def _in_training(module: nn.Module, forward: Callable[..., Any]) -> None:
         return (forward if torch.is_grad_enabled() else plain)(*inputs, **more)
 
     module.forward = either
+
+
+class PlacedModel:
+    """A model on this rank: whole, or its part among several ranks of a worker (sharding.py).
+
+    `model` has the parameters to train, on the device.
+    """
+
+    sharded = False
+    """Whether parameters are gathered block by block."""
+
+    def __init__(self, model: LanguageModel, device: torch.device) -> None:
+        self.model = model.to(device)
+
+    def loss(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor:
+        """Return the loss of this rank's rows, for training; all ranks call it as often."""
+        return self.model.loss(tokens, targets, learnt)
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Around forward and backward: gradients travel with the last one only."""
+        return nullcontext()
+
+    def whole(self) -> LanguageModel | None:
+        """Return the model to save and to write with, on the first rank; None on the others. Collective."""
+        return self.model

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco.data.corpus import Corpus
+from diloco.data.order import check_disjoint, worker_shards
 from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import RoundKey
 from diloco.errors import ConfigError, DiLoCoError, EngineError, LossNotFinite, ModelNotWritten
@@ -41,7 +42,7 @@ from diloco.training.batches import ShardReader, Texts
 from diloco.training.checkpoints.resume import Start
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.checkpoints.worker_state import Checkpointer, HasState, WorkerState
-from diloco.training.compute import Precision, prepare
+from diloco.training.compute import PlacedModel, Precision, prepare
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
 from diloco.training.micro_batch_size import budget_bytes, choices, estimated, fewest_that_fit, trial_bytes
@@ -53,11 +54,8 @@ from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.resolved import resolved_values, write_resolved
 from diloco.training.records.run_folder import MODEL_FOLDER
 from diloco.training.records.worker_events import end_fields, round_ended, round_members, started_fields, told_round
-from diloco.training.sharding import place_model
 from diloco.training.sizes.memory import ACTIVATIONS, Place, process_memory
 from diloco.training.step_log import BadLoss, LossCheck, StepLog
-from diloco.training.swarm.peers import SwarmPeers, starting_shards
-from diloco.training.swarm.validation import SwarmValidation
 from diloco.training.validation import Evaluator, Validation
 
 logger = logging.getLogger(__name__)
@@ -91,7 +89,7 @@ class Training:
         self.config, self.corpus, self.engine, self.events = config, texts.shared, engine, events
         corpus = texts.shared
         self.device, self.folder = device, folder
-        self.reader = ShardReader(texts.read, config, starting_shards(texts, engine, config))
+        self.reader = ShardReader(texts.read, config, self._starting_shards(texts))
         torch.manual_seed(config.seed)
         model = build_model(
             config.model,
@@ -100,7 +98,7 @@ class Training:
             lora=config.lora,
         )
         self.precision = Precision(config.compute.precision, device, engine.ranks)
-        self.placed = place_model(model, engine.ranks, config.compute.sharding, device, self.precision.sharding_policy)
+        self.placed = self._place(model)
         self.model = self.placed.model
         self.compiled = prepare(self.model, config.compute, device, sharded=self.placed.sharded)
         # Dropout, where a model has it, differs between workers and ranks.
@@ -136,6 +134,26 @@ class Training:
         self._resumed: dict[str, Any] | None = None
         self._failures: list[str] = []  # of the latest rounds, in a row
         self._agreement = Agreement()
+
+    def _place(self, model: LanguageModel) -> PlacedModel:
+        """Bring a model that was built on the CPU to where it is trained."""
+        ranks, device = self.engine.ranks, self.device
+        if ranks.count == 1:
+            return PlacedModel(model, device)
+        from diloco.training.sharding import ReplicatedModel, ShardedModel
+
+        if self.config.compute.sharding == "fsdp":
+            return ShardedModel(model, ranks, device, self.precision.sharding_policy)
+        return ReplicatedModel(model, ranks, device)
+
+    def _starting_shards(self, texts: Texts) -> list[int]:
+        engine, corpus = self.engine, texts.shared
+        if not engine.elastic:
+            check_disjoint(corpus, engine.workers)
+            return worker_shards(corpus.shards, engine.worker, engine.workers)
+        from diloco.training.swarm.peers import starting_shards
+
+        return starting_shards(texts, engine, self.config)
 
     def _mode(self, identity: str, *, restoring: bool) -> Mode:
         weight = self._weight()
@@ -196,6 +214,8 @@ class Training:
     def _validation(self) -> Validation:
         if not self.engine.elastic:
             return Validation(self.config, self.evaluator, self.engine, self.events, leader=self.leader)
+        from diloco.training.swarm.validation import SwarmValidation
+
         outer, stopped = self.mode.averager, lambda: self.stop_requested
         assert isinstance(outer, OuterLoop), "RunConfig refuses a swarm in another mode"
         return SwarmValidation(self.config, self.evaluator, outer, self.events, leader=self.leader, stopped=stopped)
@@ -203,6 +223,9 @@ class Training:
     def _peers(self, texts: Texts) -> Peers:
         if not self.engine.elastic:
             return FixedPeers(self.config, self.engine)
+        from diloco.training.swarm.peers import SwarmPeers
+        from diloco.training.swarm.validation import SwarmValidation
+
         outer = self.mode.averager
         assert isinstance(outer, ElasticLoop) and isinstance(self.validation, SwarmValidation)
         return SwarmPeers(self.config, texts, self.engine, self.reader, self.validation, outer, self.events)

@@ -1,4 +1,4 @@
-"""A model on the ranks of one worker: sharded by FSDP2, replicated by DDP, or whole on a single rank.
+"""A model on several ranks of one worker: sharded by FSDP2, or replicated by DDP.
 
 FSDP2 keeps 1/R of parameters, gradients and optimizer state on each rank and gathers a block at a time; DDP keeps all
 on every rank. Either way gradients are averaged over the worker's ranks, each of which has its rows of the batch.
@@ -6,7 +6,6 @@ Master weights are fp32; `policy` is what FSDP2 computes and reduces in.
 """
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -17,54 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.models.base import LanguageModel
-from diloco.training.compute import blocks
+from diloco.training.compute import PlacedModel, blocks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-class PlacedModel(ABC):
-    """A model on this rank. `model` has the parameters to train, on the device."""
-
-    model: LanguageModel
-    sharded = False
-    """Whether parameters are gathered block by block."""
-
-    def loss(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor:
-        """Of this rank's rows, for training; all ranks call it as often."""
-        return self.model.loss(tokens, targets, learnt)
-
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Around forward and backward: gradients travel with the last one only."""
-        return nullcontext()
-
-    @abstractmethod
-    def whole(self) -> LanguageModel | None:
-        """The model to save and to write with, on the first rank; None on the others. Collective."""
-
-
-def place_model(
-    model: LanguageModel,
-    ranks: WorkerRanks,
-    sharding: str,
-    device: torch.device,
-    policy: "MixedPrecisionPolicy | None" = None,
-) -> PlacedModel:
-    """Bring a model that was built on the CPU to where it is trained."""
-    if ranks.count == 1:
-        return _Single(model, device)
-    return _Fsdp(model, ranks, device, policy) if sharding == "fsdp" else _Ddp(model, ranks, device)
-
-
-class _Single(PlacedModel):
-    def __init__(self, model: LanguageModel, device: torch.device) -> None:
-        self.model = model.to(device)
-
-    def whole(self) -> LanguageModel | None:
-        return self.model
-
-
-class _Fsdp(PlacedModel):
+class ShardedModel(PlacedModel):
     sharded = True
 
     def __init__(
@@ -108,7 +66,7 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-class _Ddp(PlacedModel):
+class ReplicatedModel(PlacedModel):
     def __init__(self, model: LanguageModel, ranks: WorkerRanks, device: torch.device) -> None:
         self.model = model.to(device)
         self._first = ranks.rank == 0
@@ -136,12 +94,6 @@ class _Loss(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None) -> Tensor:
         return self.model.loss(tokens, targets, learnt)
-
-
-def norm_value(norm: Tensor) -> float:
-    """The value of a norm over sharded gradients; collective if it is one."""
-    full = getattr(norm, "full_tensor", None)
-    return float(norm if full is None else full())
 
 
 def _without_parameters(model: LanguageModel) -> LanguageModel:

@@ -19,7 +19,6 @@ from diloco.history.log import EventLog
 from diloco.training.compute import Precision
 from diloco.training.config.run import RunConfig
 from diloco.training.modes import Mode
-from diloco.training.sharding import norm_value
 from diloco.training.validation import Evaluator
 
 
@@ -114,7 +113,7 @@ class StepLog:
                 step=step,
                 loss=self.loss,
                 learning_rate=rate,
-                gradient_norm=None if norm is None else norm_value(norm),
+                gradient_norm=None if norm is None else _norm_value(norm),
                 loss_scale=self._precision.loss_scale,
                 tokens=self.tokens(1),
                 elapsed_seconds=self.seconds(),
@@ -143,3 +142,9 @@ class StepLog:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seconds_before, self.loss, self._joined_at = state["elapsed_seconds"], state["loss"], state["joined_at"]
+
+
+def _norm_value(norm: Tensor) -> float:
+    """Return the value of a norm; over sharded gradients this is collective."""
+    full = getattr(norm, "full_tensor", None)
+    return float(norm if full is None else full())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from diloco.data.corpus import Corpus
-from diloco.data.order import ShardProgress, check_disjoint, count_windows, worker_shards
+from diloco.data.order import ShardProgress, count_windows
 from diloco.data.preparation.received_corpus import check_file
 from diloco.engines.base import Connection
 from diloco.engines.note import MalformedNote, Note, read_note, write_note
@@ -72,14 +72,11 @@ class Swarm(Protocol):
 
 
 def starting_shards(texts: Texts, engine: Connection, config: RunConfig) -> list[int]:
-    """The shards that a worker reads first: its share of the text. In a swarm, those of its share that are on this
-    machine, or all that are if its share is less than a batch."""
+    """Return the shards that a worker of a swarm reads first: those of its share of the text that are on this machine,
+    or all that are if its share is less than a batch."""
     if texts.own is not None:
         return list(range(texts.own_index, texts.own.shards, texts.own_readers))
     corpus = texts.shared
-    if not engine.elastic:
-        check_disjoint(corpus, engine.workers)
-        return worker_shards(corpus.shards, engine.worker, engine.workers)
     here = [shard for shard in range(corpus.shards) if corpus.has(shard)]
     mine = shards_of(corpus.shards, *index_among(present(engine), engine.worker))
     share = [shard for shard in mine if shard in here]
