@@ -479,7 +479,13 @@ class MemberEvent(Event):
     member: int
     peer: str = ""
     label: str = ""
-    reason: str = _sometimes("")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberReasonEvent(MemberEvent):
+    """What happened to a member, and why."""
+
+    reason: str = ""
 
 
 @_event("member_joined")
@@ -498,19 +504,19 @@ class MemberLeftEvent(MemberEvent):
 
 @_event("member_lost")
 @dataclass(frozen=True, kw_only=True)
-class MemberLostEvent(MemberEvent):
+class MemberLostEvent(MemberReasonEvent):
     """A member no longer answers."""
 
 
 @_event("member_banned")
 @dataclass(frozen=True, kw_only=True)
-class MemberBannedEvent(MemberEvent):
+class MemberBannedEvent(MemberReasonEvent):
     """A member is banned."""
 
 
 @_event("member_expelled")
 @dataclass(frozen=True, kw_only=True)
-class MemberExpelledEvent(MemberEvent):
+class MemberExpelledEvent(MemberReasonEvent):
     """A member was excluded."""
 
 
@@ -532,7 +538,7 @@ class ReducerPassedOverEvent(MemberEvent):
 
 @_event("state_refused")
 @dataclass(frozen=True, kw_only=True)
-class StateRefusedEvent(MemberEvent):
+class StateRefusedEvent(MemberReasonEvent):
     """The state of a member is not taken over."""
 
 
@@ -547,9 +553,10 @@ class RoundsLostEvent(MemberEvent):
 
 @_event("tokens_doubted")
 @dataclass(frozen=True, kw_only=True)
-class TokensDoubtedEvent(MemberEvent):
+class TokensDoubtedEvent(Event):
     """A member tells more tokens than all steps so far have."""
 
+    member: int
     round: int
     tokens: int
     most: int
@@ -747,7 +754,7 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
         known = {each.name: _plain(getattr(value, each.name)) for each in fields(value) if each.name != "extra"}
-        return known | dict(getattr(value, "extra", {}))
+        return known | {name: _plain(item) for name, item in getattr(value, "extra", {}).items()}
     return value
 
 

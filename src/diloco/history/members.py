@@ -13,6 +13,7 @@ from diloco.history.events import (
     MemberJoinedEvent,
     MemberLeftEvent,
     MemberLostEvent,
+    MemberReasonEvent,
     MembersEvent,
     RoundMember,
     WorkerEndedEvent,
@@ -76,7 +77,7 @@ class MembersHistory:
             return
         member.peer = event.peer
         member.label = event.label or member.label
-        member.change(event.time, state, reason_of(event))
+        member.change(event.time, state, reason_of(event) if isinstance(event, MemberReasonEvent) else "")
 
     def list_all(self, event: MembersEvent) -> None:
         """Take in a list of all members."""

@@ -27,6 +27,7 @@ from diloco.history.events import (
     MemberJoinedEvent,
     MemberLeftEvent,
     MemberLostEvent,
+    MemberReasonEvent,
     MicroBatchesEvent,
     MinorityEvent,
     ModelFailedEvent,
@@ -62,7 +63,9 @@ _TOLD_SHARE = 0.1  # of the parts: a few are replaced by chance
 _PEER = re.compile(r"\b(?:12D3Koo|Qm)[1-9A-HJ-NP-Za-km-z]{30,60}\b")
 
 
-_Reasoned = MemberEvent | CheckFailedEvent | InternalErrorEvent | ExcludedEvent | ResyncEvent | ShardsNotFetchedEvent
+_Reasoned = (
+    MemberReasonEvent | CheckFailedEvent | InternalErrorEvent | ExcludedEvent | ResyncEvent | ShardsNotFetchedEvent
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class RunNotes:
 
     def update(self, event: Event, local_workers: Collection[int]) -> None:
         """Take in an event. `local_workers`: workers of this machine, whose coming and going needs no note."""
+        if type(event) not in _NOTED:
+            return
         if isinstance(event, WorkerStartedEvent):
             self._workers = event.workers or 1
             self._means = _Means(str(event.resolved.get("sync.merge", "mean")))
@@ -195,7 +200,7 @@ class _Means:
 def reason_of(event: _Reasoned) -> str:
     """The reason without the ids of peers, which are 52 characters long: the member itself is `it`."""
     reason = event.reason
-    if isinstance(event, MemberEvent) and event.peer:
+    if isinstance(event, MemberReasonEvent) and event.peer:
         reason = reason.replace(event.peer, "it")
     reason = reason.removesuffix(" a moment ago")  # of an earlier version: a note is read at any time
     return _PEER.sub(lambda match: f"peer …{match[0][-6:]}", reason)
@@ -344,7 +349,7 @@ _SENTENCES: dict[type[Event], tuple[Kind, Callable[[Any], str]]] = {
     TokensDoubtedEvent: (
         "warning",
         lambda e: (
-            f"{_name(e)} says that it has trained on {e.tokens:,} tokens, and all steps so far have {e.most:,}: "
+            f"worker {e.member} says that it has trained on {e.tokens:,} tokens, and all steps so far have {e.most:,}: "
             "that many count"
         ),
     ),
@@ -393,3 +398,4 @@ _COUNTED = (
     SidecarLostEvent,
 )
 """Events that the terminal shows in its table, as a count or as an error: they have no line of their own there."""
+_NOTED = frozenset((WorkerStartedEvent, CorpusEvent, ResumedEvent, RoundEndedEvent, DivergedEvent, *_SENTENCES))
