@@ -10,7 +10,7 @@ import pytest
 from diloco.engines.local import LocalEngine
 from diloco.errors import ConfigError
 from diloco.lab.arm import Arm, ArmResult, MissedRule, RoundStatistics
-from diloco.lab.experiments.after import missed_rounds
+from diloco.lab.experiments import missed_rounds
 from diloco.lab.fits import fit_power_law, left_out_errors, lowest_of_parabola
 from diloco.lab.report.pages import Grid, Text
 from diloco.lab.scales import SCALES

@@ -1,24 +1,36 @@
 """The experiments, the most important first: the order in which `diloco lab run --all` runs them.
 
-`paper/` has the tables and figures of the DiLoCo paper, `after/` what later papers and this project ask.
+t2 to f10 are the tables and figures of the DiLoCo paper; the others are what later papers and this project ask.
 """
 
 from diloco.errors import ConfigError
 from diloco.lab.experiment import Experiment
-from diloco.lab.experiments.after import (
+from diloco.lab.experiments import (
     eager,
     equal_tokens,
     error_feedback,
+    f3,
+    f4,
+    f5,
+    f6,
+    f7,
+    f8,
+    f9,
+    f10,
     fp16,
     hostile,
     missed_rounds,
     muon,
     overlap,
+    regime,
     schedules,
     streaming,
+    t2,
+    t3,
+    t4,
+    t6,
     workers_and_h,
 )
-from diloco.lab.experiments.paper import f3, f4, f5, f6, f7, f8, f9, f10, regime, t2, t3, t4, t6
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT

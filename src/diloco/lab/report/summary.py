@@ -9,7 +9,7 @@ from typing import final
 from diloco.lab.arm import ArmResult
 from diloco.lab.claims import Judgement, Measured, judge
 from diloco.lab.experiment import Experiment
-from diloco.lab.experiments.paper import t2
+from diloco.lab.experiments import t2
 from diloco.lab.results import TUNING_SEED, Finished, ResultFolder, key_of
 from diloco.lab.scales import Scale
 

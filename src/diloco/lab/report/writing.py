@@ -14,7 +14,7 @@ from diloco.atomic_files import write_file
 from diloco.errors import ConfigError, install_hint
 from diloco.lab.claims import FEWEST_SEEDS, Judgement, correct
 from diloco.lab.experiment import Experiment
-from diloco.lab.experiments.paper import t2
+from diloco.lab.experiments import t2
 from diloco.lab.report.pages import Block, Drawing, Grid, Heading, Text, as_html, as_markdown
 from diloco.lab.report.panels import panel_of
 from diloco.lab.report.summary import ArmSummary, Summary, Window, regime_check, summarise, window_of

@@ -4,7 +4,7 @@ import math
 
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
-from diloco.lab.experiments.after import eager
+from diloco.lab.experiments import eager
 from diloco.lab.scales import Scale
 
 PLAIN, STREAMING, OVERLAP, BITS = "DiLoCo", "streaming", "streaming + overlap", "streaming + overlap + 4-bit"
