@@ -40,19 +40,17 @@ def run(
 
 
 def tune(
-    experiment: str,
-    /,
-    *,
+    *experiments: str,
     options: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),  # noqa: B008 - frozen
 ) -> None:
-    """Run the candidates for an experiment's rates and print the best of each group, for both sides.
+    """Search the rates of experiments' methods, for both sides, and print all candidates, the best first.
 
     Parameters
     ----------
-    experiment
-        One that has candidates: t2, f6, f9, eager, muon, equal_tokens.
+    experiments
+        Those that have something to tune: t2, f6, f9, eager, muon, regime. Each begins with what the ones before found.
     """
-    commands.tune(commands.chosen([experiment], False)[0], options, print_line)
+    commands.tune(commands.chosen(experiments, False), options, print_line)
 
 
 def report(folder: Path, /, *experiments: str, to: Path | None = None) -> None:

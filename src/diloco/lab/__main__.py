@@ -65,9 +65,8 @@ def _call(given: argparse.Namespace) -> int:
         found = commands.chosen(given.experiments, given.all)
         if given.verb == "run":
             commands.run(found, options, print_line)
-        for experiment in found if given.verb == "tune" else ():
-            if experiment.tuning is not None or not given.all:
-                commands.tune(experiment, options, print_line)
+        else:
+            commands.tune([one for one in found if one.tuning is not None or not given.all], options, print_line)
     return 0
 
 

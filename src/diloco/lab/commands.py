@@ -2,23 +2,23 @@
 
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError
-from diloco.lab.arm import Arm
 from diloco.lab.claims import FEWEST_SEEDS
 from diloco.lab.experiment import Experiment, load
 from diloco.lab.experiments import EXPERIMENTS, experiment_of
 from diloco.lab.report.writing import write_report
-from diloco.lab.results import TUNING_SEED, ResultFolder, key_of
+from diloco.lab.results import TUNING_SEED, ResultFolder, Setting, key_of
 from diloco.lab.run_options import RunOptions
-from diloco.lab.runs import Run, Say, Task, Texts, check_seeds, code_of, setting_of, tasks_of
+from diloco.lab.runs import Conditions, Runner, Say, Task, Texts, check_seeds, code_of, setting_of, tasks_of
 from diloco.lab.scales import Scale, scale_of
 from diloco.lab.template import TEMPLATE
+from diloco.lab.tuning import Place, best
 from diloco.own_command import command
 
 
@@ -52,7 +52,9 @@ def run(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> int
     seeds = check_seeds(FEWEST_SEEDS if options.seeds is None else options.seeds)
     tasks = tasks_of(experiments, texts.scale, seeds, setting.texts, options.how)
     ResultFolder(options.folder).begin(setting)
-    remaining = _run(tasks, texts, options, experiments)(say)
+    with Runner(_conditions(texts, options, experiments), say) as runner:
+        remaining = runner.run(tasks)
+    say(f"{remaining} remain: run the same command again to continue" if remaining else "all finished")
     if not remaining:
         words = ["lab", "report", str(options.folder)]
         words += [str(one.file) if one.file is not None else one.name for one in experiments]
@@ -60,25 +62,74 @@ def run(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> int
     return remaining
 
 
-def tune(experiment: Experiment, options: RunOptions, say: Say) -> None:
-    """Run the candidates of an experiment and print the best of each group."""
-    texts = _texts(options)
+def tune(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> Scale:
+    """Search the numbers of the experiments' methods, one experiment after another; the scale with what was found.
+
+    What one experiment found is what the next one begins with: the inner rate of t2, say, is that of f6.
+    """
+    texts, scale = _texts(options), scale_of(options.scale)
     seeds = tuning_seeds(options)
-    if experiment.tuning is None:
-        having = ", ".join(one.name for one in EXPERIMENTS.values() if one.tuning is not None)
-        raise ConfigError(f"the experiment {experiment.name} has nothing to tune: those that have are {having}")
-    setting = setting_of(texts, {experiment.text})
-    digest, groups = setting.texts[experiment.text], experiment.tuning(texts.scale)
-    tasks = {
-        key: Task(key, code_of(experiment, options.how), f"{group}, {name}", arm, seed, experiment.text)
-        for group, arms in groups.items()
-        for name, arm in arms.items()
-        for seed in seeds
-        if (key := key_of(arm, seed, digest))
-    }
+    for experiment in experiments:
+        if experiment.tuning is None:
+            having = ", ".join(one.name for one in EXPERIMENTS.values() if one.tuning is not None)
+            raise ConfigError(f"the experiment {experiment.name} has nothing to tune: those that have are {having}")
+    setting = setting_of(texts, {experiment.text for experiment in experiments})
     ResultFolder(options.folder).begin(setting)
-    _run(list(tasks.values()), texts, options, [experiment])(say)
-    show_tuning(experiment, texts.scale, options.folder, seeds, digest, say)
+    with Runner(_conditions(texts, options, experiments), say) as runner:
+        for experiment in experiments:
+            scale = search([experiment], scale, seeds, setting, runner, say)
+    return scale
+
+
+def search(
+    experiments: Sequence[Experiment], scale: Scale, seeds: Sequence[int], setting: Setting, runner: Runner, say: Say
+) -> Scale:
+    """Walk all searches of these experiments together, and write what they found to the folder's TUNED file."""
+    found: dict[tuple[str, str], dict[Place, float]] = {}
+    searches = [(one, made) for one in experiments if one.tuning is not None for made in one.tuning(scale)]
+    folder = ResultFolder(runner.conditions.folder)
+    while True:
+        wanted = [
+            (experiment, made, place)
+            for experiment, made in searches
+            for place in made.wanted(found.setdefault((experiment.name, made.name), {}))
+        ]
+        if not wanted:
+            break
+        tasks = {
+            key_of(made.arm(place), seed, setting.texts[experiment.text]): Task(
+                key_of(made.arm(place), seed, setting.texts[experiment.text]),
+                code_of(experiment, runner.conditions.how),
+                f"{experiment.name}: {made.name}, {made.described(place)}",
+                made.arm(place),
+                seed,
+                experiment.text,
+            )
+            for experiment, made, place in wanted
+            for seed in seeds
+        }
+        if runner.run(list(tasks.values())):
+            say("there was no time for all candidates: run the same command again to continue")
+            return scale
+        for experiment, made, place in wanted:
+            arm, digest = made.arm(place), setting.texts[experiment.text]
+            losses = [one.result.loss for seed in seeds if (one := folder.read(key_of(arm, seed, digest)))]
+            found[experiment.name, made.name][place] = statistics.mean(losses)
+    for experiment, made in searches:
+        losses_of = found[experiment.name, made.name]
+        chosen_place = best(losses_of)
+        ordered = sorted(losses_of, key=losses_of.__getitem__)
+        say(f"{made.name}: " + "; ".join(f"{made.described(place)}: {losses_of[place]:.4f}" for place in ordered))
+        if edges := made.edges(chosen_place):
+            say(f"  {', '.join(edges)} is at the end of its ladder")
+        scale = scale.changed(made.changes(made.values(chosen_place)))
+        folder.add_tuned(
+            f"{experiment.name}: {made.name}",
+            made.values(chosen_place),
+            [made.values(place) | {"loss": losses_of[place]} for place in ordered],
+            edges,
+        )
+    return scale
 
 
 def tuning_seeds(options: RunOptions) -> range:
@@ -91,9 +142,8 @@ def _texts(options: RunOptions) -> Texts:
     return Texts(options.text, options.domains, scale_of(options.scale))
 
 
-def _run(tasks: Sequence[Task], texts: Texts, options: RunOptions, experiments: Sequence[Experiment]) -> Run:
-    return Run(
-        tuple(tasks),
+def _conditions(texts: Texts, options: RunOptions, experiments: Sequence[Experiment]) -> Conditions:
+    return Conditions(
         texts,
         options.folder,
         device_of(options.device),
@@ -104,40 +154,6 @@ def _run(tasks: Sequence[Task], texts: Texts, options: RunOptions, experiments: 
         any_code=options.any_code,
         files=tuple(one.file for one in experiments if one.file is not None),
     )
-
-
-def show_tuning(experiment: Experiment, scale: Scale, out: Path, seeds: range, digest: str, say: Say) -> None:
-    """The candidates of each group, the best first, and whether the best one lies at the edge of what was tried."""
-    assert experiment.tuning is not None
-    results = ResultFolder(out)
-    for group, arms in experiment.tuning(scale).items():
-        found = {}
-        for name, arm in arms.items():
-            finished = [one for seed in seeds if (one := results.read(key_of(arm, seed, digest))) is not None]
-            if finished:
-                found[name] = statistics.mean(one.result.loss for one in finished)
-        ordered = sorted(found, key=found.__getitem__)
-        say(f"{group}: " + ", ".join(f"{name} {found[name]:.4f}" for name in ordered))
-        if ordered and (edges := _edges(arms[ordered[0]], list(arms.values()))):
-            say(f"  {ordered[0]} is at the edge of its grid ({', '.join(edges)}): try values beyond it")
-
-
-_TUNED_NUMBERS: dict[str, Callable[[Arm], float | None]] = {
-    "inner lr": lambda arm: arm.inner_config.lr,
-    "outer lr": lambda arm: arm.outer_config.lr,
-    "outer momentum": lambda arm: arm.outer_config.momentum,
-}
-
-
-def _edges(best: Arm, candidates: Sequence[Arm]) -> list[str]:
-    """The numbers of the best candidate that are the lowest or the highest tried, where more than one was."""
-    found = []
-    for name, number_of in _TUNED_NUMBERS.items():
-        tried = sorted({number for arm in candidates if (number := number_of(arm)) is not None})
-        own = number_of(best)
-        if len(tried) > 1 and own in (tried[0], tried[-1]):
-            found.append(f"{name} {own:g}")
-    return found
 
 
 def report(folder: Path, names: Sequence[str], to: Path | None, say: Say) -> None:

@@ -18,6 +18,7 @@ from diloco.lab.code import code_of_file
 from diloco.lab.fits import Results
 from diloco.lab.report.pages import Block
 from diloco.lab.scales import Scale
+from diloco.lab.tuning import Search
 
 Arms = dict[str, Arm]
 """By name, the most important first."""
@@ -73,8 +74,8 @@ class Experiment:
     figures: Callable[[Scale], tuple[Figure, ...]] = lambda scale: ()  # noqa: ARG005
     analysis: Callable[[Scale, Results], Sequence[Block]] | None = None
     """What is computed from all arms together, such as a fitted law, for the report."""
-    tuning: Callable[[Scale], Mapping[str, Arms]] | None = None
-    """Candidates by group; the best of each group belongs into the file of the experiment."""
+    tuning: Callable[[Scale], list[Search]] | None = None
+    """The searches for the numbers of its methods; what they find belongs into the scale (scales.py)."""
     text: Literal["text", "domains"] = "text"
     """domains: the text whose shards differ, for arms whose workers read different things."""
     note: str = ""

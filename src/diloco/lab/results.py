@@ -1,6 +1,7 @@
 """Finished arms on disk: one JSON file for each arm and seed, with its configuration, code and machine.
 
     lab.json          the scale and the texts of this folder
+    tuned.json        what `diloco lab tune` tried and chose
     results/KEY-CODE.json   a finished arm; KEY is made of the arm, the text and the seed, CODE of the code (code.py)
     beginnings/       shared pre-training, kept for the next process (pretraining.py)
     checkpoints/      arms in progress (simulation/checkpoint.py)
@@ -24,6 +25,7 @@ from diloco.lab.code import code_version
 
 SETTING = "lab.json"
 RESULTS = "results"
+TUNED = "tuned.json"
 TUNING_SEED = 1000
 """The first seed of `diloco lab tune`: a seed that tunes judges nothing, so the report leaves these out."""
 FIRST_ROUNDS = 10
@@ -87,6 +89,13 @@ class ResultFolder:
         return (
             f"{self.folder} holds results with another {name} ({found}, not {asked}): choose another folder with --out"
         )
+
+    def add_tuned(self, name: str, values: dict[str, float], tried: list[dict[str, float]], edges: list[str]) -> None:
+        """Remember what a search found and tried, the best first."""
+        path = self.folder / TUNED
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        known[name] = {"chosen": values, "at_the_end_of_its_ladder": edges, "tried": _rounded(tried)}
+        write_file(path, (json.dumps(known, indent=1) + "\n").encode())
 
     def setting(self) -> Setting:
         path = self.folder / SETTING

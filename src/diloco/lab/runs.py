@@ -11,14 +11,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.context import SpawnProcess
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from queue import Empty
-from typing import final
+from typing import Self, final
 
 import torch
 
@@ -125,10 +126,9 @@ def cost(arm: Arm, vocab_size: int) -> float:
 
 @final
 @dataclass(frozen=True)
-class Run:
-    """A list of tasks, and where and how to run them."""
+class Conditions:
+    """Where and how arms are run."""
 
-    tasks: tuple[Task, ...]
     texts: Texts
     folder: Path
     device: str
@@ -144,41 +144,11 @@ class Run:
     files: tuple[Path, ...] = ()
     """Experiment files of one's own, which every process imports: they may add optimizers, codecs and merges."""
 
-    def __call__(self, say: Say) -> int:
-        """Run what is not finished; the number of tasks that remain."""
-        todo = [task for task in self.tasks if not self.is_finished(task)]
-        for task in self.tasks:
-            if self.is_finished(task):  # and a run may have ended before its checkpoint was removed
-                self.checkpoint(task).unlink(missing_ok=True)
+    def __post_init__(self) -> None:
         if self.processes < 1:
             raise ConfigError(f"--processes {self.processes} must be at least 1")
         if not self.save_seconds >= 0:
             raise ConfigError(f"--save-seconds {self.save_seconds} must be at least 0 (inf: on Ctrl-C only)")
-        results = ResultFolder(self.folder)
-        say(f"{len(self.tasks)} arms and seeds, {len(self.tasks) - len(todo)} of them finished already")
-        if others := sum(results.has(task.key, None) for task in todo):
-            say(
-                f"{others} of the others were finished by other code, and are run again: the code that a result "
-                "depends on has changed (--any-code counts them as finished)"
-            )
-        account = _Account([cost(task.arm, self.texts.scale.vocab_size) for task in todo], say)
-        ends = time.time() + self.seconds
-        with stop_on_signals() as stop:
-            if self.processes == 1:
-                for index, task in enumerate(todo):
-                    if time.time() < ends and not stop():
-                        account.add(index, _attempt(self, task, stop, say))
-            else:
-                self._spread(todo, ends, account, stop)
-            stopped = stop()
-        remaining = sum(not self.is_finished(task) for task in self.tasks)
-        if stopped and remaining:
-            say(f"{remaining} remain; what was in progress is saved: run the same command again to continue")
-            raise KeyboardInterrupt
-        if account.failures:
-            raise DiLoCoError(f"{len(account.failures)} arms failed, the first one: {account.failures[0]}")
-        say(f"{remaining} remain: run the same command again to continue" if remaining else "all finished")
-        return remaining
 
     def is_finished(self, task: Task) -> bool:
         return ResultFolder(self.folder).has(task.key, None if self.any_code else task.code)
@@ -187,30 +157,98 @@ class Run:
         """Where the task is saved while it is in progress."""
         return self.folder / "checkpoints" / f"{task.key}-{task.code}.safetensors"
 
-    def _spread(self, todo: list[Task], ends: float, account: "_Account", stop: Callable[[], bool]) -> None:
-        """Each process takes the next task when it has finished one."""
+
+@final
+class Runner:
+    """Runs lists of tasks under the same conditions, in processes that stay from one list to the next.
+
+    A process compiles each shape of arm once, so that a search that asks for arms in several waves pays for it once.
+    """
+
+    def __init__(self, conditions: Conditions, say: Say) -> None:
+        self.conditions = conditions
+        self._say = say
+        self._ends = time.time() + conditions.seconds
+        self._stack = ExitStack()
+        self._processes: list[SpawnProcess] = []
+
+    def __enter__(self) -> Self:
+        self._stop = self._stack.enter_context(stop_on_signals())
+        if self.conditions.processes > 1:
+            self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, tasks: Sequence[Task]) -> int:
+        """Run what is not finished; the number of tasks that remain."""
+        conditions, say = self.conditions, self._say
+        todo = [task for task in tasks if not conditions.is_finished(task)]
+        for task in tasks:
+            if conditions.is_finished(task):  # and a run may have ended before its checkpoint was removed
+                conditions.checkpoint(task).unlink(missing_ok=True)
+        say(f"{len(tasks)} arms and seeds, {len(tasks) - len(todo)} of them finished already")
+        results = ResultFolder(conditions.folder)
+        if others := sum(results.has(task.key, None) for task in todo):
+            say(
+                f"{others} of the others were finished by other code, and are run again: the code that a result "
+                "depends on has changed (--any-code counts them as finished)"
+            )
+        vocab_size = conditions.texts.scale.vocab_size
+        account = _Account([cost(task.arm, vocab_size) for task in todo], say)
+        if self._processes:
+            self._spread(todo, account)
+        else:
+            for index, task in enumerate(todo):
+                if time.time() < self._ends and not self._stop():
+                    account.add(index, _attempt(conditions, task, self._stop, say))
+        remaining = sum(not conditions.is_finished(task) for task in tasks)
+        if self._stop() and remaining:
+            say(f"{remaining} remain; what was in progress is saved: run the same command again to continue")
+            raise KeyboardInterrupt
+        if account.failures:
+            raise DiLoCoError(f"{len(account.failures)} arms failed, the first one: {account.failures[0]}")
+        return remaining
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        waiting, outcomes, stopping = context.Queue(), context.Queue(), context.Event()
-        for item in [*enumerate(todo), *[None] * self.processes]:
-            waiting.put(item)
-        given = (self, waiting, outcomes, ends, stopping)
-        started = [context.Process(target=_work, args=given) for _ in range(self.processes)]
-        try:
-            with signals_held():
-                for process in started:
-                    process.start()
-            while any(process.is_alive() for process in started) or not outcomes.empty():
-                if stop():
-                    stopping.set()
-                with suppress(Empty):
-                    account.add(*outcomes.get(timeout=0.5))
-        finally:
-            waiting.cancel_join_thread()  # tasks that were not begun
-            for process in started:
-                if process.is_alive():
-                    process.kill()
-        if failed := [process.exitcode for process in started if process.exitcode]:
-            raise DiLoCoError(f"{len(failed)} of {len(started)} processes failed (exit code {failed[0]}): see above")
+        self._waiting: Queue[tuple[int, Task] | None] = context.Queue()
+        self._outcomes: Queue[tuple[int, _Outcome | str | None]] = context.Queue()
+        self._stopping = context.Event()
+        given = (self.conditions, self._waiting, self._outcomes, self._ends, self._stopping)
+        self._processes = [context.Process(target=_work, args=given) for _ in range(self.conditions.processes)]
+        self._stack.callback(self._end)
+        with signals_held():
+            for process in self._processes:
+                process.start()
+
+    def _end(self) -> None:
+        self._waiting.cancel_join_thread()  # tasks that were not begun
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+
+    def _spread(self, todo: Sequence[Task], account: "_Account") -> None:
+        """Each process takes the next task when it has finished one, and says of each what became of it."""
+        for item in enumerate(todo):
+            self._waiting.put(item)
+        left = len(todo)
+        while left:
+            if self._stop():
+                self._stopping.set()
+            try:
+                index, outcome = self._outcomes.get(timeout=0.5)
+            except Empty:
+                ended = [process.exitcode for process in self._processes if process.exitcode is not None]
+                if ended and not self._stopping.is_set():
+                    count = f"{len(ended)} of {len(self._processes)} processes"
+                    raise DiLoCoError(f"{count} ended early (exit code {ended[0]}): see above") from None
+                if len(ended) == len(self._processes):
+                    return
+                continue
+            account.add(index, outcome)
+            left -= not isinstance(outcome, str)
 
 
 class _Account:
@@ -223,7 +261,7 @@ class _Account:
         self._started = time.monotonic()
 
     def add(self, index: int, outcome: "_Outcome | str | None") -> None:
-        """`outcome`: a text tells how far the task is, and None that it was stopped."""
+        """`outcome`: a text tells how far the task is, and None that it was stopped or not begun."""
         if isinstance(outcome, str):
             self.say(outcome)
             return
@@ -244,7 +282,7 @@ class _Outcome:
 
 
 def _work(
-    run: Run,
+    conditions: Conditions,
     waiting: "Queue[tuple[int, Task] | None]",
     outcomes: "Queue[tuple[int, _Outcome | str | None]]",
     ends: float,
@@ -252,7 +290,7 @@ def _work(
 ) -> None:
     """One process: tasks in their order, as long as there is time."""
     stop = stop_with_parent(stopping)
-    for path in run.files:
+    for path in conditions.files:
         load(path)
     while not stop():
         try:
@@ -261,16 +299,16 @@ def _work(
             continue
         if item is None:
             return
-        if time.time() < ends:
-            tell = partial(_tell_parent, outcomes, item[0])
-            outcomes.put((item[0], _attempt(run, item[1], stop, tell)))
+        tell = partial(_tell_parent, outcomes, item[0])
+        in_time = time.time() < ends
+        outcomes.put((item[0], _attempt(conditions, item[1], stop, tell) if in_time else None))
 
 
 def _tell_parent(outcomes: "Queue[tuple[int, _Outcome | str | None]]", index: int, line: str) -> None:
     outcomes.put((index, line))
 
 
-def _attempt(run: Run, task: Task, stop: Callable[[], bool], tell: Say) -> _Outcome | None:
+def _attempt(run: Conditions, task: Task, stop: Callable[[], bool], tell: Say) -> _Outcome | None:
     """Run one task and keep its result; None if it is to stop before. An arm that fails is told, and others go on."""
     if torch.device(run.device).type == "cpu":
         torch.set_num_threads(run.texts.scale.threads)

@@ -18,13 +18,25 @@ the three sizes are where tuning begins (`tuned` is False, and the report says s
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from diloco.errors import ConfigError
 from diloco.lab.arm import Arm
 
 Table = Mapping[str, Any]
+
+
+OUTER_STEPS: dict[str, tuple[float, float]] = {
+    "one worker": (0.55, 0.6),
+    "short H": (0.7, 0.8),
+    "long H": (1.0, 0.7),
+    "sgd": (1.4, 0.0),
+    "sgdm": (1.0, 0.6),
+    "adam": (0.2, 0.9),
+    "eager": (0.3, 0.8),
+}
+"""Where tuning begins. adam's second number is its beta1."""
 
 
 @final
@@ -57,12 +69,18 @@ class Scale:
     outer_lr: float
     outer_momentum: float
     final_lr_ratio: float = 0.05
+    eval_points: int = 20
     threads: int = 1
     """Of a process on a CPU: small matrices gain nothing from more, and lose on a busy machine."""
     smoke: bool = False
     """Only to see that everything runs: its numbers mean nothing, and no claim is judged by them."""
     tuned: bool = True
     """The rates were found with `diloco lab tune` at this scale."""
+    outer_steps: Mapping[str, tuple[float, float]] = field(default_factory=lambda: OUTER_STEPS)
+    """Outer rate and momentum of the methods that were tuned by themselves, by name: those of OUTER_STEPS."""
+    muon_lr: float = 16e-3
+    """Inner rate of Muon inside DiLoCo."""
+    muon_data_parallel_lr: float = 16e-3
 
     def inner(self, lr: float, **more: Any) -> dict[str, Any]:
         return {"lr": lr, "warmup_steps": self.warmup_steps, "final_lr_ratio": self.final_lr_ratio} | more
@@ -97,10 +115,16 @@ class Scale:
             pretraining_inner=self.inner(self.pretraining_lr),
             batch_size=self.batch_size,
             sequence_length=self.sequence_length,
+            eval_points=self.eval_points,
             eval_windows=self.eval_windows,
             inner=inner,
         )
         return replace(arm, **changes)
+
+    def changed(self, numbers: Mapping[str, Any]) -> "Scale":
+        """This scale with other numbers; of `outer_steps` the methods that are named."""
+        outer_steps = dict(self.outer_steps) | dict(numbers.get("outer_steps", {}))
+        return replace(self, **{**numbers, "outer_steps": outer_steps})
 
     def rounds(self, H: int | None = None) -> int:
         return self.steps // (H or self.H)
@@ -203,28 +227,29 @@ SCALES: dict[str, Scale] = {
 }
 
 
-def _sized(name: str, width: int, heads: int, intermediate: int) -> Scale:
-    """A model of four layers in the regime of the three sizes."""
+def _sized(name: str, width: int, heads: int, intermediate: int, steps: int = 1500) -> Scale:
+    """A model of four layers in the regime of the three sizes; the largest takes more steps, for enough tokens."""
     return Scale(
         name=name,
         model=_shape(width, 4, heads, heads, intermediate),
         vocab_size=4096,
         text_bytes=None,
         workers=8,
-        steps=2000,
-        pretraining_steps=1000,
-        H=40,
+        steps=steps,
+        pretraining_steps=steps // 2,
+        H=steps // 50,
         batch_size=32,
         sequence_length=256,
         replicas=(1, 2, 4, 8, 16),
         eval_windows=1024,
-        warmup_steps=150,
-        pretraining_lr=4e-3,
-        data_parallel_lr=4e-3,
+        warmup_steps=100,
+        pretraining_lr=8e-3,
+        data_parallel_lr=8e-3,
         one_worker_lr=4e-3,
-        inner_lr=4e-3,
-        outer_lr=0.7,
+        inner_lr=8e-3,
+        outer_lr=1.0,
         outer_momentum=0.8,
+        eval_points=10,
         threads=os.cpu_count() or 1,
         tuned=False,
     )
@@ -233,7 +258,7 @@ def _sized(name: str, width: int, heads: int, intermediate: int) -> Scale:
 SCALES |= {
     "1m": _sized("1m", 128, 2, 352),
     "4m": _sized("4m", 256, 4, 704),
-    "14m": _sized("14m", 512, 8, 1408),
+    "14m": _sized("14m", 512, 8, 1408, steps=2000),
 }
 
 

@@ -23,6 +23,7 @@ from diloco.lab.experiments import (
     muon,
     overlap,
     regime,
+    run_files,
     schedules,
     streaming,
     t2,
@@ -36,7 +37,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
     for module in (
         *(t2, t3, t6, f3, f4, f6, f8, f9, streaming, eager, overlap, schedules, error_feedback, fp16),
-        *(workers_and_h, muon, equal_tokens, f7, f10, f5, t4, hostile, regime, missed_rounds),
+        *(workers_and_h, muon, equal_tokens, f7, f10, f5, t4, hostile, regime, run_files, missed_rounds),
     )
 }
 

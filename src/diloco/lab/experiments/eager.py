@@ -1,24 +1,17 @@
 """Eager and delayed updates by the size of the outer step: a mean that is one round old needs a smaller one."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from diloco.lab.arm import Arm
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
+from diloco.lab.tuning import MOMENTA, OUTER_LRS, Search
 
 NUMBERS = ((0.7, 0.8), (0.7, 0.5), (0.4, 0.5))
 """Outer rate and momentum: the step is rate / (1 − momentum), 3.5, 1.4 and 0.8."""
-CANDIDATES = ((0.7, 0.5), (0.7, 0.2), (0.4, 0.7), (0.4, 0.5), (0.2, 0.8))
 METHODS = {"DiLoCo": "none", "eager": "eager", "delayed": "delayed"}
-TUNED = {
-    "smoke": {"eager": (0.4, 0.5), "delayed": (0.4, 0.5)},
-    "cpu": {"eager": (0.2, 0.8), "delayed": (0.2, 0.8)},
-    "gpu": {"eager": (0.2, 0.8), "delayed": (0.2, 0.8)},
-}
-"""The best of `tuning` at gpu scale: outer rate and momentum."""
 
 
 def _arm(scale: Scale, method: str, numbers: tuple[float, float]) -> Arm:
@@ -27,8 +20,8 @@ def _arm(scale: Scale, method: str, numbers: tuple[float, float]) -> Arm:
 
 
 def tuned(scale: Scale, method: str) -> Arm:
-    """Eager or delayed updates with their own outer rate and momentum."""
-    return _arm(scale, method, TUNED.get(scale.name, TUNED["gpu"])[method])
+    """Eager or delayed updates with the outer rate and momentum that were found for eager ones."""
+    return _arm(scale, method, scale.outer_steps["eager"])
 
 
 def _name(method: str, numbers: tuple[float, float]) -> str:
@@ -73,11 +66,18 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
     )
 
 
-def tuning(scale: Scale) -> Mapping[str, Arms]:
-    return {
-        method: {f"{lr} / {momentum}": _arm(scale, method, (lr, momentum)) for lr, momentum in CANDIDATES}
-        for method in ("eager", "delayed")
-    }
+def tuning(scale: Scale) -> list[Search]:
+    """Eager updates only: naive delay is compared at the same numbers."""
+    lr, momentum = scale.outer_steps["eager"]
+    return [
+        Search(
+            "eager",
+            {"outer lr": OUTER_LRS, "outer momentum": MOMENTA},
+            {"outer lr": lr, "outer momentum": momentum},
+            lambda v: _arm(scale, "eager", (v["outer lr"], v["outer momentum"])),
+            lambda v: {"outer_steps": {"eager": (v["outer lr"], v["outer momentum"])}},
+        )
+    ]
 
 
 EXPERIMENT = Experiment(

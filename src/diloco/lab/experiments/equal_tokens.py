@@ -1,7 +1,5 @@
 """DiLoCo against data parallelism with equal tokens: the same batch, or smaller batches and more updates."""
 
-from collections.abc import Mapping
-
 from diloco.lab.arm import Arm
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
@@ -16,12 +14,12 @@ def _name(size: int) -> str:
     return f"data-parallel, {size}× batch, {8 // size}× updates"
 
 
-def _data_parallel(scale: Scale, size: int, factor: float = 1.0) -> Arm:
+def _data_parallel(scale: Scale, size: int) -> Arm:
     """The rate goes from the tuned one of a single batch to that of eight with the root of the batch."""
     if size == 1:
-        return scale.one_worker(updates_multiplier=8, inner={"lr": factor * scale.one_worker_lr})
+        return scale.one_worker(updates_multiplier=8, inner={"lr": scale.one_worker_lr})
     lr = max(scale.one_worker_lr, scale.data_parallel_lr * (size / 8) ** 0.5)
-    return scale.data_parallel(workers=size, updates_multiplier=8 // size, inner={"lr": factor * lr})
+    return scale.data_parallel(workers=size, updates_multiplier=8 // size, inner={"lr": lr})
 
 
 def arms(scale: Scale) -> Arms:
@@ -49,13 +47,6 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
     return (Curves("Equal tokens"),)
 
 
-def tuning(scale: Scale) -> Mapping[str, Arms]:
-    return {
-        _name(size): {f"rate × {factor:g}": _data_parallel(scale, size, factor) for factor in (0.5, 1.0, 2.0)}
-        for size in SIZES
-    }
-
-
 EXPERIMENT = Experiment(
     name="equal_tokens",
     title="Equal tokens",
@@ -63,7 +54,7 @@ EXPERIMENT = Experiment(
     arms=arms,
     claims=claims,
     figures=figures,
-    tuning=tuning,
-    note="More updates with smaller batches need more time one after the other: what a single cluster can do with the "
+    note="The rates between one batch and eight are not tuned, but follow the root of the batch. "
+    "More updates with smaller batches need more time one after the other: what a single cluster can do with the "
     "same tokens.",
 )

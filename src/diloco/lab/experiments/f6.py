@@ -1,35 +1,29 @@
 """Figure 6 of the DiLoCo paper: outer optimizers."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
+from diloco.lab.tuning import MOMENTA, OUTER_LRS, Search
 
 NESTEROV, SGD, SGDM, ADAM = "Nesterov", "SGD (FedAvg)", "SGDM", "Adam (FedOpt)"
-OTHERS = (SGD, SGDM, ADAM)
-_ADAM = {"beta1": 0.9, "beta2": 0.95, "epsilon": 0.1}
-CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
-    SGD: {f"lr {lr}": {"optimizer": "sgd", "lr": lr} for lr in (1.0, 1.4)},
-    SGDM: {
-        f"lr {lr} / {momentum}": {"optimizer": "sgdm", "lr": lr, "momentum": momentum}
-        for lr, momentum in ((0.3, 0.9), (0.7, 0.5), (0.4, 0.8))
-    },
-    ADAM: {f"lr {lr}": {"optimizer": "adam", "lr": lr} | _ADAM for lr in (0.6, 0.3, 0.1)},
-}
-"""A part of the grid of the paper's Table 5, and more."""
-TUNED: dict[str, dict[str, str]] = {
-    "smoke": {SGD: "lr 1.0", SGDM: "lr 0.3 / 0.9", ADAM: "lr 0.3"},
-    "cpu": {SGD: "lr 1.4", SGDM: "lr 0.4 / 0.8", ADAM: "lr 0.3"},
-    "gpu": {SGD: "lr 1.4", SGDM: "lr 0.4 / 0.8", ADAM: "lr 0.3"},
-}
-"""The best of `tuning` at gpu scale; Nesterov's numbers are the scale's."""
+KINDS = {SGD: "sgd", SGDM: "sgdm", ADAM: "adam"}
+
+
+def _outer(kind: str, lr: float, momentum: float) -> dict[str, Any]:
+    """The table `outer` of one optimizer: Adam takes the momentum as its beta1, and SGD takes none."""
+    numbers: dict[str, dict[str, float]] = {
+        "sgd": {},
+        "sgdm": {"momentum": momentum},
+        "adam": {"beta1": momentum, "beta2": 0.95, "epsilon": 0.1},
+    }
+    return {"optimizer": kind, "lr": lr} | numbers[kind]
 
 
 def arms(scale: Scale) -> Arms:
-    best = TUNED.get(scale.name, TUNED["gpu"])
-    return {NESTEROV: scale.diloco()} | {name: scale.diloco(outer=CANDIDATES[name][best[name]]) for name in OTHERS}
+    tuned = {name: scale.diloco(outer=_outer(kind, *scale.outer_steps[kind])) for name, kind in KINDS.items()}
+    return {NESTEROV: scale.diloco()} | tuned
 
 
 def claims(scale: Scale) -> tuple[Claim, ...]:
@@ -41,7 +35,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
             lambda m, n=name: m.change(NESTEROV, n),  # type: ignore[misc]
             at_most=0.0,
         )
-        for name in OTHERS
+        for name in KINDS
     )
 
 
@@ -50,8 +44,20 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
     return (Curves("Figure 6: outer optimizers"),)
 
 
-def tuning(scale: Scale) -> Mapping[str, Arms]:
-    return {name: {label: scale.diloco(outer=outer) for label, outer in CANDIDATES[name].items()} for name in OTHERS}
+def tuning(scale: Scale) -> list[Search]:
+    return [_search(scale, name, kind) for name, kind in KINDS.items()]
+
+
+def _search(scale: Scale, name: str, kind: str) -> Search:
+    lr, momentum = scale.outer_steps[kind]
+    ladders = {"outer lr": OUTER_LRS} | ({"outer momentum": MOMENTA} if kind == "sgdm" else {})
+    return Search(
+        name,
+        ladders,
+        {"outer lr": lr, "outer momentum": momentum},
+        lambda v: scale.diloco(outer=_outer(kind, v["outer lr"], v.get("outer momentum", momentum))),
+        lambda v: {"outer_steps": {kind: (v["outer lr"], v.get("outer momentum", momentum))}},
+    )
 
 
 EXPERIMENT = Experiment(

@@ -1,17 +1,14 @@
 """Muon as inner optimizer (MuLoCo), against AdamW, with and without DiLoCo."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
+from diloco.lab.tuning import INNER_LRS, Search
 
-LR = {"smoke": (5e-3, 5e-3), "cpu": (16e-3, 16e-3), "gpu": (16e-3, 16e-3)}
-"""The best of `tuning` at gpu scale: inside DiLoCo, and data-parallel."""
 PRETRAINING_LR = 4e-3
-CANDIDATES = (4e-3, 8e-3, 16e-3)
 ADAMW, ADAMW_DP, MUON, MUON_DP = "AdamW, DiLoCo", "AdamW, data-parallel", "Muon, DiLoCo", "Muon, data-parallel"
 
 
@@ -22,11 +19,10 @@ def _muon(scale: Scale, lr: float) -> dict[str, Any]:
 
 
 def arms(scale: Scale) -> Arms:
-    inside, data_parallel = LR.get(scale.name, LR["gpu"])
     return {
-        MUON: scale.diloco(**_muon(scale, inside)),
+        MUON: scale.diloco(**_muon(scale, scale.muon_lr)),
         ADAMW: scale.diloco(),
-        MUON_DP: scale.data_parallel(**_muon(scale, data_parallel)),
+        MUON_DP: scale.data_parallel(**_muon(scale, scale.muon_data_parallel_lr)),
         ADAMW_DP: scale.data_parallel(),
     }
 
@@ -56,11 +52,24 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
     return (Curves("Muon and AdamW inside"),)
 
 
-def tuning(scale: Scale) -> Mapping[str, Arms]:
-    return {
-        MUON: {f"lr {lr:g}": scale.diloco(**_muon(scale, lr)) for lr in CANDIDATES},
-        MUON_DP: {f"lr {lr:g}": scale.data_parallel(**_muon(scale, lr)) for lr in CANDIDATES},
-    }
+def tuning(scale: Scale) -> list[Search]:
+    """DiLoCo's outer rate and momentum stay those that were tuned with AdamW inside."""
+    return [
+        Search(
+            MUON,
+            {"lr": INNER_LRS},
+            {"lr": scale.muon_lr},
+            lambda v: scale.diloco(**_muon(scale, v["lr"])),
+            lambda v: {"muon_lr": v["lr"]},
+        ),
+        Search(
+            MUON_DP,
+            {"lr": INNER_LRS},
+            {"lr": scale.muon_data_parallel_lr},
+            lambda v: scale.data_parallel(**_muon(scale, v["lr"])),
+            lambda v: {"muon_data_parallel_lr": v["lr"]},
+        ),
+    ]
 
 
 EXPERIMENT = Experiment(

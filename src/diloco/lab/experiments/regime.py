@@ -1,58 +1,51 @@
 """What a scale must show before its tables mean anything: the gates, and the tuning of both sides.
 
 The paper's regime is one in which more batch helps (one worker alone is 6 % above eight times the batch), frequent
-rounds are as good as data parallelism, and even rare ones beat one worker. Each gate is such a statement. A scale that
+rounds are as good as data parallelism, and even rare ones beat one worker. Each gate is such a statement, with outer
+steps that were tuned for each H. A scale that
 misses one says so in its report; it is not shrunk until it passes.
 """
 
 import math
-from collections.abc import Callable, Mapping
 
 from diloco.lab.arm import Arm
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Experiment, Figure, Sweep
+from diloco.lab.experiments import f9
 from diloco.lab.scales import Scale
+from diloco.lab.tuning import INNER_LRS, MOMENTA, OUTER_LRS, Search
 
 ONE, BATCH, ALONE = "one worker", "8× batch, data-parallel", "one worker with outer steps"
-_FACTORS = (0.5, 1.0, 2.0, 4.0)
-_OUTER = tuple((lr, momentum) for lr in (0.5, 0.7, 1.0) for momentum in (0.6, 0.8, 0.9))
-_OUTER_ALONE = tuple((lr, momentum) for lr in (0.4, 0.7, 1.0) for momentum in (0.2, 0.5, 0.8))
-ALONE_OUTER = (0.7, 0.5)
-"""Outer rate and momentum of a single worker, where tuning begins."""
 
 
-def _lengths(scale: Scale) -> tuple[int, int, int]:
-    """A short, the usual and a long H: 10, 40 and 200 where H is 40."""
-    return max(1, scale.H // 4), scale.H, 5 * scale.H
+def lengths(scale: Scale) -> tuple[int, int, int]:
+    """A short, the usual and a long H: 10, 30 and 150 where H is 30."""
+    return max(1, scale.H // 3), scale.H, 5 * scale.H
 
 
 def _name(H: int) -> str:
     return f"DiLoCo, H = {H}"
 
 
-def _diloco(scale: Scale, H: int, *, lr: float | None = None, outer: tuple[float, float] | None = None) -> Arm:
+def _diloco(scale: Scale, H: int, lr: float, momentum: float) -> Arm:
     steps = max(1, round(scale.steps / H)) * H
-    numbers = {} if outer is None else {"lr": outer[0], "momentum": outer[1]}
-    inner = {} if lr is None else {"lr": lr}
-    return scale.diloco(sync={"num_inner_steps": H}, steps=steps, outer=numbers, inner=inner)
-
-
-def _alone(scale: Scale, outer: tuple[float, float], factor: float = 1.0) -> Arm:
-    inner = {"lr": factor * scale.one_worker_lr}
-    return scale.diloco(workers=1, outer={"lr": outer[0], "momentum": outer[1]}, inner=inner)
+    return scale.diloco(sync={"num_inner_steps": H}, steps=steps, outer={"lr": lr, "momentum": momentum})
 
 
 def arms(scale: Scale) -> Arms:
-    made = {_name(H): _diloco(scale, H) for H in _lengths(scale)}
-    return made | {
+    short, usual, long = lengths(scale)
+    return {
+        _name(usual): scale.diloco(),
+        _name(short): _diloco(scale, short, *scale.outer_steps["short H"]),
+        _name(long): _diloco(scale, long, *scale.outer_steps["long H"]),
         BATCH: scale.data_parallel(),
         ONE: scale.one_worker(),
-        ALONE: _alone(scale, ALONE_OUTER),
+        ALONE: f9.arms(scale)[f9.OUTER],
     }
 
 
 def claims(scale: Scale) -> tuple[Claim, ...]:
-    short, usual, long = _lengths(scale)
+    short, usual, long = lengths(scale)
     return (
         Claim(
             "Gate: one worker alone is 5 to 25 % above data parallelism",
@@ -91,31 +84,42 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
 
 
 def figures(scale: Scale) -> tuple[Figure, ...]:
-    places = {_name(H): float(H) for H in _lengths(scale)}
+    places = {_name(H): float(H) for H in lengths(scale)}
     return (Sweep("Perplexity by H", "H, inner steps between rounds", {"DiLoCo": places}, x_log=True),)
 
 
-def tuning(scale: Scale) -> Mapping[str, Arms]:
-    """Inner rates of every side; outer rate and momentum of DiLoCo for each H and for a single worker."""
-    short, usual, long = _lengths(scale)
-    made: dict[str, Arms] = {
-        BATCH: _rates(scale.data_parallel_lr, lambda lr: scale.data_parallel(inner={"lr": lr})),
-        ONE: _rates(scale.one_worker_lr, lambda lr: scale.one_worker(inner={"lr": lr})),
-    }
-    for H in (usual, short, long):
-        made[f"{_name(H)}, inner rate"] = _rates(scale.inner_lr, lambda lr, H=H: _diloco(scale, H, lr=lr))  # type: ignore[misc]
-        made[f"{_name(H)}, outer step"] = {
-            f"{lr} / {momentum}": _diloco(scale, H, outer=(lr, momentum)) for lr, momentum in _OUTER
-        }
-    made[f"{ALONE}, outer step"] = {
-        f"{lr} / {momentum}": _alone(scale, (lr, momentum)) for lr, momentum in _OUTER_ALONE
-    }
-    made[f"{ALONE}, inner rate"] = {f"× {factor:g}": _alone(scale, ALONE_OUTER, factor) for factor in _FACTORS}
-    return made
+def tuning(scale: Scale) -> list[Search]:
+    """The rate of a whole data-parallel run, whose first third is the shared pre-training of all arms."""
+    return [
+        Search(
+            BATCH,
+            {"lr": INNER_LRS},
+            {"lr": scale.data_parallel_lr},
+            lambda v: scale.changed(_both(v["lr"])).data_parallel(),
+            lambda v: _both(v["lr"]),
+        )
+    ]
 
 
-def _rates(usual: float, arm_of: Callable[[float], Arm]) -> Arms:
-    return {f"lr {lr:g}": arm_of(lr) for lr in (usual * factor for factor in _FACTORS)}
+def _both(lr: float) -> dict[str, float]:
+    return {"pretraining_lr": lr, "data_parallel_lr": lr}
+
+
+def tune_lengths(scale: Scale) -> list[Search]:
+    """The outer rate and momentum of the short and the long H."""
+    short, _, long = lengths(scale)
+    return [_search(scale, "short H", short), _search(scale, "long H", long)]
+
+
+def _search(scale: Scale, key: str, H: int) -> Search:
+    lr, momentum = scale.outer_steps[key]
+    return Search(
+        _name(H),
+        {"outer lr": OUTER_LRS, "outer momentum": MOMENTA},
+        {"outer lr": lr, "outer momentum": momentum},
+        lambda v: _diloco(scale, H, v["outer lr"], v["outer momentum"]),
+        lambda v: {"outer_steps": {key: (v["outer lr"], v["outer momentum"])}},
+    )
 
 
 EXPERIMENT = Experiment(

@@ -1,10 +1,9 @@
 """Table 2 of the DiLoCo paper: one worker, eight times the batch, eight times the updates, DiLoCo."""
 
-from collections.abc import Mapping
-
 from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
+from diloco.lab.tuning import INNER_LRS, MOMENTA, OUTER_LRS, Search
 
 ONE, BATCH, UPDATES, DILOCO = "1× baseline", "8× batch", "8× updates", "DiLoCo"
 
@@ -57,20 +56,24 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
     return (Curves("Figure 2: the main result", (ONE, BATCH, DILOCO)),)
 
 
-def tuning(scale: Scale) -> Mapping[str, Arms]:
-    """Inner rates of the three sides; outer rate and momentum of DiLoCo at the best of them."""
-    factors = (0.5, 0.7, 1.0, 1.4, 2.0)
-    return {
-        ONE: {f"lr {lr:g}": scale.one_worker(inner={"lr": lr}) for lr in (scale.one_worker_lr * f for f in factors)},
-        BATCH: {
-            f"lr {lr:g}": scale.data_parallel(inner={"lr": lr}) for lr in (scale.data_parallel_lr * f for f in factors)
-        },
-        DILOCO: {f"lr {lr:g}": scale.diloco(inner={"lr": lr}) for lr in (scale.inner_lr * f for f in factors)},
-        "outer": {
-            f"outer {lr} / {momentum}": scale.diloco(outer={"lr": lr, "momentum": momentum})
-            for lr, momentum in ((0.7, 0.9), (0.7, 0.8), (0.7, 0.7), (0.7, 0.5), (1.0, 0.8), (1.0, 0.6))
-        },
-    }
+def tuning(scale: Scale) -> list[Search]:
+    """One worker's inner rate, and DiLoCo's with its outer rate and momentum; regime tunes data parallelism."""
+    return [
+        Search(
+            ONE,
+            {"lr": INNER_LRS},
+            {"lr": scale.one_worker_lr},
+            lambda v: scale.one_worker(inner={"lr": v["lr"]}),
+            lambda v: {"one_worker_lr": v["lr"]},
+        ),
+        Search(
+            DILOCO,
+            {"lr": INNER_LRS, "outer lr": OUTER_LRS, "outer momentum": MOMENTA},
+            {"lr": scale.inner_lr, "outer lr": scale.outer_lr, "outer momentum": scale.outer_momentum},
+            lambda v: scale.diloco(inner={"lr": v["lr"]}, outer={"lr": v["outer lr"], "momentum": v["outer momentum"]}),
+            lambda v: {"inner_lr": v["lr"], "outer_lr": v["outer lr"], "outer_momentum": v["outer momentum"]},
+        ),
+    ]
 
 
 EXPERIMENT = Experiment(

@@ -12,8 +12,9 @@ Letters: k replicas, B sequences, T tokens, D width, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -109,6 +110,17 @@ def allow_many_shapes() -> None:
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8192)
 
 
+@lru_cache
+def _hidden_function(config: ModelConfig, device: torch.device) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """`Network.hidden`, compiled on a GPU; all arms of a process with the same model share it, and what it compiled."""
+    hidden = Network(config, Layout(config), device).hidden
+    if device.type != "cuda":
+        return hidden
+    allow_many_shapes()
+    compiled: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = torch.compile(hidden, dynamic=False, fullgraph=True)
+    return compiled
+
+
 class Stack:
     """Some replicas as one tensor, and their step."""
 
@@ -121,13 +133,9 @@ class Stack:
         self.layout.fill(self.flat[0], beginning.parameters)
         self.flat[1:] = self.flat[0]
         self.inner = StackedInner(task.inner, self.layout, self.flat, beginning, masked=task.masked)
-        self._network = Network(task.config, self.layout, device)
-        self._hidden = self._network.hidden
+        self._hidden = _hidden_function(task.config, device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        if device.type == "cuda":
-            allow_many_shapes()
-            self._hidden = torch.compile(self._hidden, dynamic=False, fullgraph=True)
 
     def compute_step(self) -> None:
         """On the device alone: the next windows, losses, gradients, clipping, inner optimizer."""
