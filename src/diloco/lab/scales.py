@@ -245,19 +245,27 @@ def _sized(name: str, width: int, heads: int, intermediate: int, steps: int = 15
         warmup_steps=100,
         pretraining_lr=8e-3,
         data_parallel_lr=8e-3,
-        one_worker_lr=4e-3,
+        one_worker_lr=2e-3,
         inner_lr=8e-3,
-        outer_lr=1.0,
+        outer_lr=0.7,
         outer_momentum=0.8,
         eval_points=10,
         threads=os.cpu_count() or 1,
         tuned=False,
+        outer_steps=OUTER_STEPS | {"long H": (1.0, 0.6), "sgdm": (1.4, 0.5)},
     )
 
 
 SCALES |= {
-    "1m": _sized("1m", 128, 2, 352),
-    "4m": _sized("4m", 256, 4, 704),
+    "1m": replace(
+        _sized("1m", 128, 2, 352),
+        pretraining_lr=4e-3,
+        data_parallel_lr=4e-3,
+        one_worker_lr=1e-3,
+        outer_lr=1.0,
+        tuned=True,
+    ),
+    "4m": replace(_sized("4m", 256, 4, 704), tuned=True),
     "14m": _sized("14m", 512, 8, 1408, steps=2000),
 }
 

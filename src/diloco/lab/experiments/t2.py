@@ -57,8 +57,15 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
 
 
 def tuning(scale: Scale) -> list[Search]:
-    """One worker's inner rate, and DiLoCo's with its outer rate and momentum; regime tunes data parallelism."""
+    """The inner rates of the three sides after the shared beginning, and DiLoCo's outer rate and momentum."""
     return [
+        Search(
+            BATCH,
+            {"lr": INNER_LRS},
+            {"lr": scale.data_parallel_lr},
+            lambda v: scale.data_parallel(inner={"lr": v["lr"]}),
+            lambda v: {"data_parallel_lr": v["lr"]},
+        ),
         Search(
             ONE,
             {"lr": INNER_LRS},
