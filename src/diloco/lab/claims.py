@@ -121,14 +121,16 @@ class Judgement:
 
     @property
     def size_text(self) -> str:
-        """Whether the published value lies in the interval, or ours are above or below it."""
+        """Whether the published value lies in our interval, or our effect is larger, smaller, or of the other sign."""
         expected = self.claim.expected
         if expected is None or len(self.values) < FEWEST_SEEDS:
             return "–"
         low, high = self.interval
         if low <= expected <= high:
-            return "as published"
-        return "above" if low > expected else "below"
+            return "compatible"
+        if expected and (self.mean > 0) != (expected > 0):
+            return "apart"
+        return "larger" if abs(self.mean) > abs(expected) else "smaller"
 
     @property
     def p_value(self) -> float:

@@ -13,7 +13,7 @@ from diloco.lab.claims import FEWEST_SEEDS
 from diloco.lab.experiment import Experiment, load
 from diloco.lab.experiments import EXPERIMENTS, experiment_of
 from diloco.lab.report.writing import write_report
-from diloco.lab.results import TUNING_SEED, ResultFolder, Setting, key_of
+from diloco.lab.results import TUNING_SEED, ResultFolder, Setting, Tuned, key_of
 from diloco.lab.run_options import RunOptions
 from diloco.lab.runs import Conditions, Runner, Say, Task, Texts, check_seeds, code_of, setting_of, tasks_of
 from diloco.lab.scales import Scale, scale_of
@@ -120,15 +120,12 @@ def search(
         chosen_place = best(losses_of)
         ordered = sorted(losses_of, key=losses_of.__getitem__)
         say(f"{made.name}: " + "; ".join(f"{made.described(place)}: {losses_of[place]:.4f}" for place in ordered))
-        if edges := made.edges(chosen_place):
+        edges = made.edges(chosen_place)
+        if edges:
             say(f"  {', '.join(edges)} is at the end of its ladder")
         scale = scale.changed(made.changes(made.values(chosen_place)))
-        folder.add_tuned(
-            f"{experiment.name}: {made.name}",
-            made.values(chosen_place),
-            [made.values(place) | {"loss": losses_of[place]} for place in ordered],
-            edges,
-        )
+        tried = [made.values(place) | {"loss": losses_of[place]} for place in ordered]
+        folder.add_tuned(f"{experiment.name}: {made.name}", Tuned(made.values(chosen_place), tried, edges))
     return scale
 
 

@@ -37,13 +37,19 @@ class Curves:
 @final
 @dataclass(frozen=True)
 class Sweep:
-    """A figure: the final perplexity of arms over the value that differs between them, a line for each group."""
+    """A figure: the final perplexity of arms over the value that differs between them, a line for each group.
+
+    It shows the change against the experiment's first arm, in per cent, seed by seed; the band is the 95 % interval of
+    its mean.
+    """
 
     title: str
     x_label: str
     lines: Mapping[str, Mapping[str, float]]
     """Line to arm to its place on the x axis."""
     x_log: bool = False
+    relative: bool = True
+    """False: the perplexity itself, and the band from the lowest to the highest seed."""
 
 
 @final

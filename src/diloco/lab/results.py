@@ -49,6 +49,19 @@ class Setting:
 
 @final
 @dataclass(frozen=True)
+class Tuned:
+    """What a search found, on a seed that judges nothing."""
+
+    chosen: dict[str, float]
+    tried: list[dict[str, float]]
+    """The best first, each with its `loss`."""
+    at_the_end_of_its_ladder: list[str]
+    unmeasured_neighbours: int = 0
+    """Neighbours of the chosen place that were not measured: the walk was cut short."""
+
+
+@final
+@dataclass(frozen=True)
 class Finished:
     """The result of an arm with one seed, the code that gave it, and when."""
 
@@ -90,12 +103,18 @@ class ResultFolder:
             f"{self.folder} holds results with another {name} ({found}, not {asked}): choose another folder with --out"
         )
 
-    def add_tuned(self, name: str, values: dict[str, float], tried: list[dict[str, float]], edges: list[str]) -> None:
-        """Remember what a search found and tried, the best first."""
+    def add_tuned(self, name: str, search: Tuned) -> None:
+        """Remember what a search found and tried."""
+        known = {one: asdict(found) for one, found in self.tuned().items()}
+        known[name] = asdict(search)
+        write_file(self.folder / TUNED, (json.dumps(_rounded(known), indent=1) + "\n").encode())
+
+    def tuned(self) -> dict[str, Tuned]:
+        """All searches of this folder, by experiment and method."""
         path = self.folder / TUNED
-        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        known[name] = {"chosen": values, "at_the_end_of_its_ladder": edges, "tried": _rounded(tried)}
-        write_file(path, (json.dumps(known, indent=1) + "\n").encode())
+        if not path.is_file():
+            return {}
+        return {name: Tuned(**found) for name, found in json.loads(path.read_text(encoding="utf-8")).items()}
 
     def setting(self) -> Setting:
         path = self.folder / SETTING
@@ -156,6 +175,6 @@ def _rounded(value: Any) -> Any:
     """Six digits are more than a seed's noise leaves."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_rounded(one) for one in value]
     return {key: _rounded(one) for key, one in value.items()} if isinstance(value, dict) else value

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 _TOLD_SECONDS = 10.0
+_ENDS_WITHIN_SECONDS = 5.0
 _LARGE = 4.0
 """Times the cost of DiLoCo's arm: 64 replicas, say."""
 
@@ -224,10 +225,15 @@ class Runner:
                 process.start()
 
     def _end(self) -> None:
-        self._waiting.cancel_join_thread()  # tasks that were not begun
+        """Let idle processes end by themselves; one that is still busy after an error is killed."""
+        for _ in self._processes:
+            self._waiting.put(None)
+        until = time.monotonic() + _ENDS_WITHIN_SECONDS
         for process in self._processes:
+            process.join(max(0.0, until - time.monotonic()))
             if process.is_alive():
                 process.kill()
+        self._waiting.cancel_join_thread()  # tasks that were not begun
 
     def _spread(self, todo: Sequence[Task], account: "_Account") -> None:
         """Each process takes the next task when it has finished one, and says of each what became of it."""

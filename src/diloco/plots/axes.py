@@ -63,6 +63,9 @@ def draw_panel(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
     if panel.kind in ("line", "scatter"):
         axes.margins(x=0.02)
         _number_axis(axes.xaxis, panel.x_log)
+        if panel.x_ticks:
+            axes.set_xticks(panel.x_ticks, [shown_number(tick) for tick in panel.x_ticks])
+            axes.xaxis.set_minor_locator(NullLocator())
     if panel.kind == "spans":
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: shown_number(value)))
         axes.grid(axis="x")

@@ -45,6 +45,8 @@ class Panel:
     kind: Literal["line", "bar", "scatter", "spans"] = "line"
     rows: Sequence[str] = field(default=())
     """The names of the rows of spans, from the top."""
+    x_ticks: Sequence[float] = ()
+    """Where the x axis has its ticks, such as at the values that were measured (default: at round numbers)."""
 
 
 def printable(text: str, longest: int = 120) -> str:

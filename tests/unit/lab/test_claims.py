@@ -50,10 +50,11 @@ def test_a_claim_with_two_bounds_fails_on_either_side() -> None:
 @pytest.mark.parametrize(
     ("expected", "losses", "sign", "size"),
     [
-        (-0.05, (2.94, 2.95, 2.96), "as published", "as published"),
-        (-0.30, (2.94, 2.95, 2.96), "as published", "above"),
-        (0.02, (2.94, 2.95, 2.96), "opposite", "below"),
-        (0.02, (2.90, 3.00, 3.10), "open", "as published"),
+        (-0.05, (2.94, 2.95, 2.96), "as published", "compatible"),
+        (-0.30, (2.94, 2.95, 2.96), "as published", "smaller"),
+        (-0.02, (2.94, 2.95, 2.96), "as published", "larger"),
+        (0.02, (2.94, 2.95, 2.96), "opposite", "apart"),
+        (0.02, (2.90, 3.00, 3.10), "open", "compatible"),
         (None, (2.94, 2.95, 2.96), "–", "–"),
         (-0.05, (2.94, 2.95), "–", "–"),
     ],

@@ -14,7 +14,7 @@ from diloco.errors import ConfigError
 from diloco.lab import runs, scales
 from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.results import ResultFolder
-from diloco.lab.runs import Run, Task, Texts
+from diloco.lab.runs import Conditions, Runner, Task, Texts
 from diloco.lab.simulation import checkpoint
 from diloco.lab.simulation.checkpoint import Interrupted, Saving
 from diloco.lab.simulation.simulator import simulate
@@ -143,8 +143,9 @@ def test_ctrl_c_saves_the_arm_in_progress_and_the_same_run_goes_on(
 
     def run(folder: str) -> int:
         (tmp_path / folder / "results").mkdir(parents=True, exist_ok=True)
-        whole = Run(tasks, Texts("", "", scales.SCALES["smoke"]), tmp_path / folder, "cpu", how="stacked")
-        return whole(said.append)
+        conditions = Conditions(Texts("", "", scales.SCALES["smoke"]), tmp_path / folder, "cpu", how="stacked")
+        with Runner(conditions, said.append) as runner:
+            return runner.run(tasks)
 
     with monkeypatch.context() as patch:
         patch.setattr(runs, "simulate", lambda *args, **options: simulate(*args, **options | {"on_progress": press}))
@@ -166,15 +167,16 @@ def test_a_checkpoint_of_a_finished_arm_is_removed(corpus: Corpus, tmp_path: Pat
     results = ResultFolder(tmp_path)
     (tmp_path / "results").mkdir()
     results.write("a-0", "code", simulate(arm(steps=4), 0, corpus, "cpu", how="stacked"))
-    run = Run((Task("a-0", "code", "", arm(), 0, "text"),), Texts("", "", scales.SCALES["smoke"]), tmp_path, "cpu")
-    left = run.checkpoint(run.tasks[0])
+    conditions = Conditions(Texts("", "", scales.SCALES["smoke"]), tmp_path, "cpu")
+    task = Task("a-0", "code", "", arm(), 0, "text")
+    left = conditions.checkpoint(task)
     left.parent.mkdir()
     left.write_text("")
-    assert run(lambda _: None) == 0
+    with Runner(conditions, lambda _: None) as runner:
+        assert runner.run([task]) == 0
     assert not left.exists()
 
 
 def test_a_bad_interval_is_refused() -> None:
-    run = Run((), Texts("", "", scales.SCALES["smoke"]), Path("none"), "cpu", save_seconds=math.nan)
     with pytest.raises(ConfigError, match="--save-seconds nan must be at least 0"):
-        run(lambda _: None)
+        Conditions(Texts("", "", scales.SCALES["smoke"]), Path("none"), "cpu", save_seconds=math.nan)

@@ -26,6 +26,7 @@ from diloco.lab.report.writing import write_report
 from diloco.lab.results import ResultFolder
 from diloco.lab.run_options import RunOptions
 from diloco.lab.template import TEMPLATE
+from diloco.lab.tuning import INNER_LRS
 
 T2, F8 = EXPERIMENTS["t2"], EXPERIMENTS["f8"]
 
@@ -68,7 +69,7 @@ def _run(*experiments: object, seeds: int = 3, **options: object) -> list[str]:
 
 def test_an_arm_that_two_experiments_share_runs_once_and_never_again(simulated: list[tuple[str, int]]) -> None:
     _run(T2, F8)
-    assert len(simulated) == len(set(simulated)) == 3 * (4 + 4 - 1)
+    assert len(simulated) == len(set(simulated)) == 3 * (4 + 5 - 1)
     before = list(simulated)
     assert "all finished" in _run(T2, F8)[-2]
     assert simulated == before
@@ -81,10 +82,10 @@ def test_arms_of_other_code_are_told_and_run_again_unless_any_code_counts(
     _run(F8)
     monkeypatch.setattr(runs, "simulation_code", lambda: "changed")
     said = _run(F8, any_code=True)
-    assert said[0] == "12 arms and seeds, 12 of them finished already" and len(simulated) == 12
+    assert said[0] == "15 arms and seeds, 15 of them finished already" and len(simulated) == 15
     said = _run(F8)
-    assert said[0] == "12 arms and seeds, 0 of them finished already" and "12 of the others" in said[1]
-    assert len(simulated) == 24
+    assert said[0] == "15 arms and seeds, 0 of them finished already" and "15 of the others" in said[1]
+    assert len(simulated) == 30
     finished = ResultFolder(Path("out")).read(next((Path("out") / "results").glob("*-changed.json")).stem[:-8])
     assert finished is not None and finished.date
 
@@ -169,25 +170,58 @@ def test_what_an_experiment_file_adds_counts_as_code_and_its_arms_and_docstrings
     assert code(TEMPLATE) == ""
 
 
-def test_tuning_has_seeds_of_its_own_and_names_the_best_at_the_edge_of_its_grid(
+def test_tuning_has_seeds_of_its_own_and_walks_until_the_best_place_has_worse_neighbours(
+    simulated: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The made-up loss is lowest at an inner rate that is two rungs from where the walk begins, and never for DP."""
+    made_up = runs.simulate
+
+    def simulate(arm: Arm, seed: int, *rest: Any, **options: Any) -> ArmResult:
+        if arm.mode == "data_parallel":
+            distance = -log2(arm.inner_config.lr)
+        else:
+            momentum = arm.outer_config.momentum
+            assert momentum is not None
+            distance = abs(log2(arm.inner_config.lr / 0.016)) + abs(momentum - 0.7)
+        return replace(made_up(arm, seed, *rest, **options), curve=((0, 4.0), (arm.steps, 20.0 + distance)))
+
+    monkeypatch.setattr(runs, "simulate", simulate)
+    said: list[str] = []
+    scale = commands.tune([T2], RunOptions(out=Path("out"), device="cpu"), said.append)
+    assert {seed for _, seed in simulated} == {1000} and len(simulated) == len(set(simulated))
+    assert (scale.inner_lr, scale.outer_momentum) == (0.016, 0.7)
+    assert scale.data_parallel_lr == scale.one_worker_lr == INNER_LRS[-1]
+    assert sum("lr 0.128 is at the end of its ladder" in line for line in said) == 2  # both baselines
+    tuned = json.loads(Path("out/tuned.json").read_text())
+    assert tuned["t2: DiLoCo"]["chosen"] == {"lr": 0.016, "outer lr": 0.7, "outer momentum": 0.7}
+    losses = [place["loss"] for place in tuned["t2: DiLoCo"]["tried"]]
+    assert losses == sorted(losses) and tuned["t2: DiLoCo"]["unmeasured_neighbours"] == 0
+    before = list(simulated)
+    commands.tune([T2], RunOptions(out=Path("out"), device="cpu"), said.append)
+    assert simulated == before  # what has been measured is not measured again
+    with pytest.raises(ConfigError, match="no finished arm"):
+        write_report(Path("out"), [T2])  # a seed that tunes judges nothing
+
+
+def test_a_later_experiment_begins_with_what_the_one_before_found(
     simulated: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_up = runs.simulate
 
     def simulate(arm: Arm, seed: int, *rest: Any, **options: Any) -> ArmResult:
-        distance = abs(log2(arm.inner_config.lr / 0.005)) if arm.mode == "diloco" else arm.inner_config.lr
-        return replace(made_up(arm, seed, *rest, **options), curve=((0, 4.0), (arm.steps, 3.0 + distance)))
+        distance = abs(log2(arm.inner_config.lr / 0.016))
+        return replace(made_up(arm, seed, *rest, **options), curve=((0, 4.0), (arm.steps, 20.0 + distance)))
 
     monkeypatch.setattr(runs, "simulate", simulate)
-    said: list[str] = []
-    commands.tune(T2, RunOptions(out=Path("out"), device="cpu"), said.append)
-    assert {seed for _, seed in simulated} == {1000}
-    assert any(line.startswith("DiLoCo: lr 0.005 ") for line in said)
-    edges = [line for line in said if "at the edge of its grid" in line]
-    assert [line.split(" is at")[0].strip() for line in edges][:2] == ["lr 0.0025", "lr 0.0025"]  # both baselines
-    assert not any("inner lr 0.005)" in line for line in edges)
-    with pytest.raises(ConfigError, match="no finished arm"):
-        write_report(Path("out"), [T2])  # a seed that tunes judges nothing
+    scale = commands.tune([T2, EXPERIMENTS["f6"]], RunOptions(out=Path("out"), device="cpu"), lambda _: None)
+    assert scale.inner_lr == 0.016
+    results = [one for one in _results() if one.arm.outer.get("optimizer") == "adam"]
+    assert results and all(one.arm.inner_config.lr == 0.016 for one in results)
+
+
+def test_an_experiment_without_a_search_is_refused_with_those_that_have_one() -> None:
+    with pytest.raises(ConfigError, match="f8 has nothing to tune: those that have are t2, f4"):
+        commands.tune([F8], RunOptions(out=Path("out"), device="cpu"), lambda _: None)
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "scipy"])
@@ -216,7 +250,9 @@ def test_an_arm_that_fails_is_named_and_the_others_finish(
         return works(arm, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runs, "simulate", fail)
-    with pytest.raises(DiLoCoError, match="50% dropped, seed 0: failed: out of memory"):
+    with pytest.raises(
+        DiLoCoError, match="2 arms failed, the first one: f8: 50% dropped, seed 0: failed: out of memory"
+    ):
         _run(F8, seeds=1)
     assert len(simulated) == 3
 
@@ -273,7 +309,7 @@ def test_real_arms_of_an_experiment_of_ones_own_give_results_and_a_report() -> N
     own = commands.chosen([str(path)], everything=False)
     _run(*own, EXPERIMENTS["streaming"], seeds=1)
     records = [json.loads(one.read_text()) for one in Path("out/results").glob("*.json")]
-    assert len(records) == 4 + 7 - 1
+    assert len(records) == 4 + 8 - 1  # two fragments are as many as this model has blocks
     assert all(record["code"] and record["result"]["machine"] and record["result"]["arm"] for record in records)
     page = write_report(Path("out"), own).html.read_text()
     assert "the regime is not checked" not in page and "One worker has a perplexity of" in page

@@ -63,7 +63,7 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
         for size, factor in SIZES.items()
     }
     lines = {side: {f"{size}, {side}": millions for size, millions in sizes.items()} for side in _SIDES}
-    return (Sweep("Table 4: the size of the model", "million parameters", lines, x_log=True),)
+    return (Sweep("Table 4: the size of the model", "million parameters", lines, x_log=True, relative=False),)
 
 
 _SIDES = ("DiLoCo", "one worker")

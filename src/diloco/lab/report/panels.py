@@ -1,5 +1,7 @@
 """The figures of a report as panels (plots/panels.py)."""
 
+import math
+
 from diloco.lab.experiment import Curves, Figure, Similarity, Sweep
 from diloco.lab.report.summary import ArmSummary, Summary
 from diloco.plots.panels import Panel, Series
@@ -47,15 +49,32 @@ def _similarity(figure: Similarity, arms: list[ArmSummary]) -> Panel:
 
 
 def _sweep(figure: Sweep, summary: Summary) -> Panel | None:
+    reference = summary.arms[0] if summary.arms else None
     series = []
     for line, places in figure.lines.items():
         arms = [(x, arm) for name, x in places.items() if (arm := summary.arm(name)) is not None]
         arms.sort(key=lambda one: one[0])
-        if arms:
-            values = [[one.perplexity for one in arm.results] for _, arm in arms]
-            x, y = [x for x, _ in arms], [arm.perplexity for _, arm in arms]
-            low, high = [min(one) for one in values], [max(one) for one in values]
-            series.append(Series(line, x, y, low, high, marker="o"))
-    if not series:
+        if not arms or reference is None:
+            continue
+        points = [_change(arm, reference) if figure.relative else _perplexities(arm) for _, arm in arms]
+        middle = [point[0] for point in points]
+        low = [point[1] for point in points]
+        high = [point[2] for point in points]
+        series.append(Series(line, [x for x, _ in arms], middle, low, high, marker="o"))
+    if not series or reference is None:
         return None
-    return Panel(figure.title, figure.x_label, _PERPLEXITY, series, x_log=figure.x_log)
+    label = f"against {reference.name}, %" if figure.relative else _PERPLEXITY
+    ticks = sorted({float(x) for one in series for x in one.x if x is not None})
+    return Panel(figure.title, figure.x_label, label, series, x_log=figure.x_log, x_ticks=ticks)
+
+
+def _change(arm: ArmSummary, reference: ArmSummary) -> tuple[float, float, float]:
+    """The change of perplexity in per cent, and the ends of its 95 % interval."""
+    mean, half = arm.change_against(reference)
+    half = 0.0 if math.isinf(half) else half
+    return 100 * mean, 100 * (mean - half), 100 * (mean + half)
+
+
+def _perplexities(arm: ArmSummary) -> tuple[float, float, float]:
+    values = [one.perplexity for one in arm.results]
+    return arm.perplexity, min(values), max(values)

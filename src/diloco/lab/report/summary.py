@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from diloco.lab.arm import ArmResult
-from diloco.lab.claims import Judgement, Measured, judge
+from diloco.lab.claims import Judgement, Measured, half_width, judge
 from diloco.lab.experiment import Experiment
 from diloco.lab.experiments import t2
 from diloco.lab.results import TUNING_SEED, Finished, ResultFolder, key_of
@@ -38,6 +38,12 @@ class ArmSummary:
         """Standard deviation over the seeds."""
         values = [one.perplexity for one in self.results]
         return statistics.stdev(values) if len(values) > 1 else None
+
+    def change_against(self, reference: "ArmSummary") -> tuple[float, float]:
+        """The relative change of perplexity, seed by seed: its mean, and half of its 95 % interval (inf: one seed)."""
+        seeds = sorted(self.by_seed.keys() & reference.by_seed.keys())
+        values = [math.expm1(self.by_seed[s].result.loss - reference.by_seed[s].result.loss) for s in seeds]
+        return (statistics.mean(values), half_width(values)) if values else (math.nan, math.inf)
 
     def curve(self) -> list[tuple[int, float, float, float]]:
         """(step, mean, lowest, highest perplexity) at the steps that all seeds have."""
@@ -77,27 +83,33 @@ class Summary:
 @final
 @dataclass(frozen=True)
 class Window:
-    """What there is to gain: the losses of one worker alone and of data parallelism with the same steps."""
+    """What there is to gain over one worker alone, seed by seed: its loss, and that of a reference above it."""
 
-    one_worker: float
-    data_parallel: float
+    one_worker: Mapping[int, float]
+    reference: Mapping[int, float]
 
-    def share_kept(self, arm: ArmSummary) -> float:
-        """0 at the loss of one worker, 1 at that of data parallelism."""
-        return (self.one_worker - _loss(arm)) / (self.one_worker - self.data_parallel)
-
-
-def window_of(baselines: Summary | None) -> Window | None:
-    """The window between the baselines of t2; None if one of them has not been run, or if there is none."""
-    one = baselines.arm(t2.ONE) if baselines is not None else None
-    batch = baselines.arm(t2.BATCH) if baselines is not None else None
-    if one is None or batch is None or _loss(one) == _loss(batch):
-        return None
-    return Window(_loss(one), _loss(batch))
+    def shares_kept(self, arm: ArmSummary) -> list[float]:
+        """For each seed 0 at the loss of one worker, 1 at that of the reference."""
+        found = []
+        for seed in sorted(self.one_worker.keys() & self.reference.keys() & arm.by_seed.keys()):
+            window = self.one_worker[seed] - self.reference[seed]
+            if window:
+                found.append((self.one_worker[seed] - arm.by_seed[seed].result.loss) / window)
+        return found
 
 
-def _loss(arm: ArmSummary) -> float:
-    return statistics.mean(one.loss for one in arm.results)
+def windows_of(baselines: Summary | None) -> dict[str, Window]:
+    """The windows between one worker and data parallelism, and between one worker and DiLoCo, where t2 has been run."""
+    losses: dict[str, dict[int, float]] = {}
+    for name in (t2.ONE, t2.BATCH, t2.DILOCO):
+        arm = baselines.arm(name) if baselines is not None else None
+        losses[name] = {} if arm is None else {seed: one.result.loss for seed, one in arm.by_seed.items()}
+    references = {"window kept": t2.BATCH, "gain kept": t2.DILOCO}
+    return {
+        title: Window(losses[t2.ONE], losses[name])
+        for title, name in references.items()
+        if losses[t2.ONE].keys() & losses[name].keys()
+    }
 
 
 def summarise(experiment: Experiment, scale: Scale, folder: ResultFolder, digest: str) -> Summary:

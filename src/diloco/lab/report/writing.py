@@ -4,7 +4,9 @@ report.html              tables, verdicts, figures inside
 report.md, figures/*.svg the same for a repository
 """
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,13 +14,13 @@ from typing import final
 
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError, install_hint
-from diloco.lab.claims import FEWEST_SEEDS, Judgement, correct
+from diloco.lab.claims import FEWEST_SEEDS, Judgement, correct, half_width
 from diloco.lab.experiment import Experiment
-from diloco.lab.experiments import t2
+from diloco.lab.experiments import regime, t2
 from diloco.lab.report.pages import Block, Drawing, Grid, Heading, Text, as_html, as_markdown
 from diloco.lab.report.panels import panel_of
-from diloco.lab.report.summary import ArmSummary, Summary, Window, regime_check, summarise, window_of
-from diloco.lab.results import ResultFolder, Setting
+from diloco.lab.report.summary import ArmSummary, Summary, Window, regime_check, summarise, windows_of
+from diloco.lab.results import TUNING_SEED, ResultFolder, Setting
 from diloco.lab.scales import Scale, scale_of
 from diloco.plots.figures import as_svg, check_installed, draw
 
@@ -49,14 +51,17 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
     summaries = [
         summarise(one, scale, results, setting.texts[one.text]) for one in experiments if one.text in setting.texts
     ]
-    summaries = _corrected([one for one in summaries if one.arms])
+    summaries, rest = _worth_a_section(summaries)
     if not summaries:
         raise ConfigError(f"{folder} has no finished arm of these experiments: diloco lab run … --out {folder}")
     digest = setting.texts.get(t2.EXPERIMENT.text)
     baselines = None if digest is None else summarise(t2.EXPERIMENT, scale, results, digest)
     blocks = _head(setting, scale, summaries, regime_check(baselines))
+    if rest:
+        blocks.append(Text(f"Experiments without two finished arms: {', '.join(rest)}."))
     for summary in summaries:
-        blocks += _section(summary, scale, window_of(baselines))
+        blocks += _section(summary, scale, windows_of(baselines))
+    blocks += _tuning(results)
     target.mkdir(parents=True, exist_ok=True)
     title = f"The laboratory's report, scale {scale.name}"
     html, markdown = target / "report.html", target / "report.md"
@@ -70,16 +75,26 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
     return Report(html, markdown, tuple(one for summary in summaries for one in summary.judgements))
 
 
+def _worth_a_section(summaries: Sequence[Summary]) -> tuple[list[Summary], list[str]]:
+    """The experiments with something to compare, their verdicts corrected; and the names of the others.
+
+    An experiment of one arm is whole with it.
+    """
+    compared = [one for one in summaries if len(one.arms) > 1 or (one.arms and not one.missing)]
+    return _corrected(compared), [one.experiment.name for one in summaries if one not in compared]
+
+
 def _corrected(summaries: Sequence[Summary]) -> list[Summary]:
     """The same summaries, their verdicts corrected for the number of claims in the whole report."""
     judgements = iter(correct([one for summary in summaries for one in summary.judgements]))
     return [replace(summary, judgements=tuple(next(judgements) for _ in summary.judgements)) for summary in summaries]
 
 
-def _head(setting: Setting, scale: Scale, summaries: list[Summary], regime: str) -> list[Block]:
+def _head(setting: Setting, scale: Scale, summaries: list[Summary], apart: str) -> list[Block]:
     finished = [one for summary in summaries for arm in summary.arms for one in arm.by_seed.values()]
     machines = sorted({f"{one.result.machine['device']}, torch {one.result.machine['torch']}" for one in finished})
     codes = sorted({one.code for one in finished})
+    dates = sorted({one.date[:10] for one in finished if one.date})
     texts = "; ".join(words if role == "text" else f"{role}: {words}" for role, words in setting.described.items())
     counts = [
         (
@@ -93,11 +108,11 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary], regime: str)
     return [
         Text(
             f"Here: {scale.described()}.{smoke}{tuned} Text: {texts}. Machine: {'; '.join(machines)}. "
-            f"Code: {', '.join(codes)}."
+            f"Code: {', '.join(codes)}. Dates: {', '.join(dates)}."
         ),
         Heading(2, "The regime, and how the scale differs from the paper's"),
         Text(PAPER + " Perplexities of different texts and vocabularies cannot be compared: compare changes."),
-        Text(regime),
+        Text(apart),
         Heading(2, "Verdicts"),
         Text(
             "; ".join(f"{count} {verdict}" for verdict, count in counts)
@@ -105,18 +120,56 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary], regime: str)
             "compares the 95 % interval over the seeds of the difference between arms with the same beginning and "
             "batches (lab/claims.py), and stands only after Benjamini and Hochberg's correction over all claims. Sign "
             "and size compare the interval with the published number. ± in this table is half of that interval; in the "
-            'tables of arms it is the standard deviation over the seeds. "Window kept" is 0 at the loss of one worker '
-            "alone and 100 % at that of data parallelism with the same steps (t2)."
+            "tables of arms it is the standard deviation over the seeds, and of a change or a share again half of the "
+            'interval, seed by seed. "Gain kept" is 0 at the loss of one worker alone and 100 % at that of DiLoCo as '
+            'tuned (t2); "window kept" has data parallelism with the same steps at 100 %.'
         ),
         _verdicts(summaries),
+        *_without_runs(summaries),
     ]
 
 
 def _verdicts(summaries: Sequence[Summary]) -> Grid:
     rows = [
-        (f"**{one.experiment.name}**", *_judgement_row(judgement)) for one in summaries for judgement in one.judgements
+        (f"**{one.experiment.name}**", *_judgement_row(judgement))
+        for one in summaries
+        for judgement in one.judgements
+        if judgement.values
     ]
     return Grid(("", *_JUDGEMENT_HEADS), rows)
+
+
+def _without_runs(summaries: Sequence[Summary]) -> list[Block]:
+    """Which claims no seed can speak about, because an arm of theirs has not been run."""
+    counts = {one.experiment.name: sum(not judgement.values for judgement in one.judgements) for one in summaries}
+    named = ", ".join(f"{name} ({count})" for name, count in counts.items() if count)
+    return [Text(f"Claims without a run of all their arms: {named}.")] if named else []
+
+
+def _tuning(results: ResultFolder) -> list[Block]:
+    """What every search tried, the best first, and whether its walk was finished."""
+    rows = []
+    searches = results.tuned()
+    baselines = [one.tried[0]["loss"] for name, one in searches.items() if name.endswith(regime.BATCH)]
+    for name, search in searches.items():
+        tried = "; ".join(_place(place) for place in search.tried)
+        left = search.unmeasured_neighbours
+        ends = [f"{left} neighbours of the best not measured"] if left else []
+        ends += [f"{edge} ends its ladder" for edge in search.at_the_end_of_its_ladder]
+        change = f"{math.expm1(search.tried[0]['loss'] - min(baselines)):+.1%}" if baselines else ""
+        rows.append((name, tried, "; ".join(ends) or "no better neighbour", change))
+    if not rows:
+        return []
+    return [
+        Heading(2, "Tuning"),
+        Text(f"Validation loss on seed {TUNING_SEED}, which judges nothing; the best is first, and was chosen."),
+        Grid(("search", "tried: loss", "how it ended", "perplexity of the best against data parallelism"), rows),
+    ]
+
+
+def _place(place: Mapping[str, float]) -> str:
+    values = [f"{name} {value:g}" for name, value in place.items() if name != "loss"]
+    return f"{', '.join(values)}: {place['loss']:.4f}"
 
 
 _JUDGEMENT_HEADS = ("claim", "published", "measured", "sign", "size", "asked", "seeds", "verdict")
@@ -135,7 +188,7 @@ def _judgement_row(one: Judgement) -> tuple[str, ...]:
     )
 
 
-def _section(summary: Summary, scale: Scale, window: Window | None) -> list[Block]:
+def _section(summary: Summary, scale: Scale, windows: Mapping[str, Window]) -> list[Block]:
     experiment = summary.experiment
     blocks: list[Block] = [
         Heading(2, f"{experiment.name}: {experiment.title}"),
@@ -143,18 +196,18 @@ def _section(summary: Summary, scale: Scale, window: Window | None) -> list[Bloc
     ]
     if summary.missing:
         blocks.append(Text(f"Not run: {', '.join(summary.missing)}."))
-    blocks.append(_table(summary, window if experiment.text == t2.EXPERIMENT.text else None))
+    blocks.append(_table(summary, windows if experiment.text == t2.EXPERIMENT.text else {}))
     if experiment.analysis is not None:
         blocks += experiment.analysis(scale, {arm.name: arm.results for arm in summary.arms})
     panels = [panel for figure in experiment.figures(scale) if (panel := panel_of(figure, summary)) is not None]
     if panels:
         blocks.append(Drawing(experiment.title, f"figures/{experiment.name}.svg", as_svg(draw(panels))))
-    if summary.judgements:
-        blocks.append(Grid(_JUDGEMENT_HEADS, [*map(_judgement_row, summary.judgements)]))
+    if judged := [one for one in summary.judgements if one.values]:
+        blocks.append(Grid(_JUDGEMENT_HEADS, [*map(_judgement_row, judged)]))
     return blocks
 
 
-def _table(summary: Summary, window: Window | None) -> Grid:
+def _table(summary: Summary, windows: Mapping[str, Window]) -> Grid:
     published = summary.experiment.published
     reference = summary.arms[0]
     rows = []
@@ -164,8 +217,8 @@ def _table(summary: Summary, window: Window | None) -> Grid:
             (
                 arm.name,
                 _with_spread(arm),
-                "" if arm is reference else f"{arm.perplexity / reference.perplexity - 1:+.2%}",
-                "" if window is None else f"{window.share_kept(arm):.0%}",
+                "" if arm is reference else _with_interval(*arm.change_against(reference)),
+                *(_share(window.shares_kept(arm)) for window in windows.values()),
                 f"{published[arm.name]:.2f}" if arm.name in published else "",
                 f"{result.tokens / 1e6:.1f}",
                 f"{result.bytes_sent_per_worker / 1e6:,.1f}" if result.arm.workers > 1 else "0",
@@ -180,13 +233,26 @@ def _table(summary: Summary, window: Window | None) -> Grid:
         "arm",
         "perplexity",
         f"against {reference.name}",
-        "window kept",
+        *windows,
         "published",
         "M tokens",
         "MB sent a worker",
         clock,
     )
     return Grid((*heads, "utilisation", "seeds"), rows)
+
+
+def _with_interval(mean: float, half: float) -> str:
+    return f"{mean:+.2%}" if math.isinf(half) else f"{mean:+.2%} ± {half:.2%}"
+
+
+def _share(values: Sequence[float]) -> str:
+    """Mean and half of the 95 % interval over the seeds."""
+    if not values:
+        return ""
+    half = half_width(values)
+    mean = f"{statistics.mean(values):.0%}"
+    return mean if math.isinf(half) else f"{mean} ± {half:.0%}".replace("% ±", " ±")
 
 
 def _with_spread(arm: ArmSummary) -> str:
