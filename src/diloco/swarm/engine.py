@@ -197,14 +197,16 @@ class SwarmEngine(Engine):
     def fetch_file(self, name: str, path: Path) -> None:
         """Download it from any member that has it; `path` then holds the whole file, or does not exist."""
         self._request_until_answered(
-            lambda number: messages.FetchFile(number, name, str(path)), name, timing.FETCH_STATE_SECONDS
+            lambda number: messages.FetchRunFile(number, name, str(path)), name, timing.FETCH_STATE_SECONDS
         )
 
     def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float, run_tokens: int = 0) -> None:
         now = time.monotonic()
         if now - self._progress_sent_at >= timing.PROGRESS_SECONDS:
             self._progress_sent_at = now
-            self._sidecar.send(messages.Progress(inner_steps, tokens, loss, step_seconds, run_tokens), seconds=0.0)
+            self._sidecar.send(
+                messages.ReportProgress(inner_steps, tokens, loss, step_seconds, run_tokens), seconds=0.0
+            )
 
     def status(self) -> RunStatus:
         """The node's latest status: the run and its members."""
@@ -250,15 +252,15 @@ class SwarmEngine(Engine):
 
     def _on_message(self, message: FromSidecar) -> None:
         match message:
-            case messages.Status():
+            case messages.StatusReport():
                 if message.status is not None:
                     self._status = message.status
                     self._workers = max(1, sum(one.live and one.number >= 0 for one in message.status.members))
-            case messages.PostNow():
+            case messages.PostAtOnce():
                 self._due_round = max(self._due_round, message.sequence)
             case messages.MakeSnapshot():
                 self._snapshots.request(message.number)
-            case messages.Event():
+            case messages.NodeEvent():
                 if message.type == "excluded":
                     self.excluded = str(message.fields["reason"])
                 if message.type == "renumbered":

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from diloco.errors import ConfigError
 from diloco.swarm.trust.credential import (
     MAX_CREDENTIAL_BYTES,
-    Certificate,
     Credential,
+    InvitationCertificate,
     PeerRefused,
     certified_bytes,
 )
@@ -87,7 +87,7 @@ def test_a_credential_for_another_run_is_refused() -> None:
 def test_a_credential_is_for_one_run_though_two_had_signed_the_same_invitation() -> None:
     other = RunKey.create()
     certified = certified_bytes(INVITATION.certificate.public, INVITATION.expires)
-    certificate = Certificate(
+    certificate = InvitationCertificate(
         INVITATION.certificate.public, INVITATION.expires, sign(other.seed, "invitation", certified)
     )
     twice = Credential(certificate, INVITATION.credential(BOB).signature)

@@ -21,7 +21,7 @@ from diloco.swarm.settings import Settings
 from diloco.swarm.shared_memory import KeptMappings, SharedMemory
 from diloco.swarm.sidecar import link as linking
 from diloco.swarm.sidecar import messages, snapshots
-from diloco.swarm.sidecar.link import AsyncLink, Link, LinkClosed, LinkError, LinkFull, pair
+from diloco.swarm.sidecar.link import AsyncLink, BlockingLink, LinkClosed, LinkError, LinkFull, pair
 from diloco.swarm.sidecar.supervisor import SidecarProcess
 from diloco.swarm.trainer import (
     FetchedState,
@@ -32,12 +32,12 @@ from diloco.swarm.trainer import (
     Snapshot,
 )
 
-Ends = tuple[Link[Any], Link[Any]]
+Ends = tuple[BlockingLink[Any], BlockingLink[Any]]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    one, other = (Link[Any](end, messages.Message) for end in pair())
+    one, other = (BlockingLink[Any](end, messages.Message) for end in pair())
     yield one, other
     one.close()
     other.close()
@@ -60,25 +60,25 @@ def one_of_each() -> list[messages.Message]:
     present = (PresentWorker(0, b"h", b"n"),)
     outcome = RoundOutcome(key, None, True, False, (0, 2), {1: "nan"}, 2.5, present, (0, 1, 2), 1, 2, 0.1)
     return [
-        messages.Start(1, Settings("é", "worker-0", announce=("a",)), 7),
+        messages.StartNode(1, Settings("é", "worker-0", announce=("a",)), 7),
         messages.PostRound(
             2, PostedRound(key, b"\0\xff", b"", "int8", 1024, 3, filled(b"part"), filled(b""), None, 600.0)
         ),
         messages.FetchState(3),
-        messages.FetchFile(4, "tokenizer.json", "/tmp/x"),
+        messages.FetchRunFile(4, "tokenizer.json", "/tmp/x"),
         messages.Leave(5),
         messages.ServeFiles({"a": "b"}),
-        messages.Progress(10, 20, math.inf, 0.1),
+        messages.ReportProgress(10, 20, math.inf, 0.1),
         messages.SnapshotMade(6, snapshot()),
         messages.Started(7, 3),
         messages.Failed(8, "ConfigError", "no"),
-        messages.Done(9),
+        messages.RequestDone(9),
         messages.RoundEnded(10, outcome),
         messages.StateFetched(11, FetchedState(snapshot(), (RoundMean(key, filled(b"mean")),), 4, 50)),
-        messages.PostNow(12),
+        messages.PostAtOnce(12),
         messages.MakeSnapshot(13),
-        messages.Event("joined", {"worker": 3}),
-        messages.Status(RunStatus("run", (MemberStatus(number=0),), None, {"3": "gathering"}, {})),
+        messages.NodeEvent("joined", {"worker": 3}),
+        messages.StatusReport(RunStatus("run", (MemberStatus(number=0),), None, {"3": "gathering"}, {})),
     ]
 
 
@@ -124,7 +124,7 @@ def test_many_means_travel_with_one_message(ends: Ends) -> None:
 def test_a_message_beyond_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch, ends: Ends) -> None:
     monkeypatch.setattr(linking, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(LinkError, match="is too long: at most 100"):
-        ends[0].send(messages.Event("x", {"text": "y" * 100}), 1.0)
+        ends[0].send(messages.NodeEvent("x", {"text": "y" * 100}), 1.0)
 
 
 def test_memory_and_descriptors_are_gone_when_nobody_holds_them(ends: Ends) -> None:
@@ -180,7 +180,7 @@ def state(memory: list[int]) -> dict[str, object]:
 )
 def test_what_is_no_message_is_refused_and_leaves_no_descriptor(data: bytes) -> None:
     raw, end = pair()
-    link = Link[Any](end, messages.Message)
+    link = BlockingLink[Any](end, messages.Message)
     before = open_files()
     memory = SharedMemory.create(3)
     socket.send_fds(raw, [data], [memory.fd])
@@ -194,9 +194,9 @@ def test_what_is_no_message_is_refused_and_leaves_no_descriptor(data: bytes) -> 
 
 def test_an_end_takes_only_the_messages_that_are_meant_for_it() -> None:
     mine, theirs = pair()
-    sidecar, trainer = Link[Any](mine, messages.FromTrainer), Link[Any](theirs, messages.FromSidecar)
-    trainer.send(messages.PostNow(1), 1.0)
-    with pytest.raises(LinkError, match="'PostNow'"):
+    sidecar, trainer = BlockingLink[Any](mine, messages.FromTrainer), BlockingLink[Any](theirs, messages.FromSidecar)
+    trainer.send(messages.PostAtOnce(1), 1.0)
+    with pytest.raises(LinkError, match="'PostAtOnce'"):
         sidecar.receive(1.0)
     sidecar.close()
     trainer.close()
@@ -204,19 +204,19 @@ def test_an_end_takes_only_the_messages_that_are_meant_for_it() -> None:
 
 def test_a_reader_waits_no_longer_than_it_is_told_and_hears_of_the_end(ends: Ends) -> None:
     assert ends[1].receive(0.01) is None
-    ends[0].send(messages.PostNow(3), 1.0)
+    ends[0].send(messages.PostAtOnce(3), 1.0)
     ends[0].close()
-    assert ends[1].receive(1.0) == messages.PostNow(3)
+    assert ends[1].receive(1.0) == messages.PostAtOnce(3)
     with pytest.raises(LinkClosed):
         ends[1].receive(1.0)
     with pytest.raises(LinkClosed):
-        ends[1].send(messages.PostNow(3), 1.0)
+        ends[1].send(messages.PostAtOnce(3), 1.0)
 
 
 def test_a_writer_whose_other_end_is_frozen_waits_no_longer_than_it_is_told(ends: Ends) -> None:
     def fill() -> None:
         for _ in range(100_000):
-            ends[0].send(messages.Event("x", {"text": "y" * 1000}), 0.0)
+            ends[0].send(messages.NodeEvent("x", {"text": "y" * 1000}), 0.0)
 
     with pytest.raises(LinkFull, match="no message within 0"):
         fill()
@@ -227,25 +227,25 @@ def test_the_asyncio_end_keeps_what_cannot_be_sent_yet_and_ends_with_the_other()
         mine, theirs = pair()
         heard: list[messages.Message] = []
         end = AsyncLink[Any](mine, messages.Message, heard.append)
-        other = Link[Any](theirs, messages.Message)
+        other = BlockingLink[Any](theirs, messages.Message)
         for sequence in range(2000):
-            end.send(messages.Event("x", {"n": sequence, "text": "y" * 1000}))
+            end.send(messages.NodeEvent("x", {"n": sequence, "text": "y" * 1000}))
         got = 0
         while got < 2000:
             message = other.receive(0.0)
             if message is None:
                 await asyncio.sleep(0.001)
                 continue
-            assert isinstance(message, messages.Event) and message.fields["n"] == got
+            assert isinstance(message, messages.NodeEvent) and message.fields["n"] == got
             got += 1
-        other.send(messages.PostNow(5), 60.0)
+        other.send(messages.PostAtOnce(5), 60.0)
         other.close()
         async with asyncio.timeout(60.0):
             await end.ended
-        end.send(messages.PostNow(1))  # no sidecar is there: nothing happens
+        end.send(messages.PostAtOnce(1))  # no sidecar is there: nothing happens
         return heard, got
 
-    assert asyncio.run(talk()) == ([messages.PostNow(5)], 2000)
+    assert asyncio.run(talk()) == ([messages.PostAtOnce(5)], 2000)
 
 
 def test_the_asyncio_end_gives_up_an_end_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_the_asyncio_end_gives_up_an_end_that_takes_nothing(monkeypatch: pytest.
         mine, theirs = pair()
         end = AsyncLink[Any](mine, messages.Message, lambda _: None)
         while not end.ended.done():
-            end.send(messages.Event("x", {"text": "y" * 10_000}))
+            end.send(messages.NodeEvent("x", {"text": "y" * 10_000}))
         theirs.close()
         await end.ended
 
@@ -270,8 +270,8 @@ def test_what_a_handler_raises_is_raised_by_whoever_waits_for_the_end() -> None:
     async def talk() -> None:
         mine, theirs = pair()
         end = AsyncLink[Any](mine, messages.Message, refuse)
-        other = Link[Any](theirs, messages.Message)
-        other.send(messages.PostNow(1), 60.0)
+        other = BlockingLink[Any](theirs, messages.Message)
+        other.send(messages.PostAtOnce(1), 60.0)
         try:
             async with asyncio.timeout(60.0):
                 await end.ended

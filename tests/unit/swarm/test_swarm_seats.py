@@ -14,7 +14,7 @@ from diloco.swarm.run_files import PEERS_FILE
 from diloco.swarm.simulator.lies import brings_a_second_key
 from diloco.swarm.simulator.stories import founded, rounds, stop, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, date, values
-from diloco.swarm.trust.credential import Certificate, Credential, PeerRefused
+from diloco.swarm.trust.credential import Credential, InvitationCertificate, PeerRefused
 from diloco.swarm.trust.invitation import Invitation, invite
 from diloco.swarm.trust.permissions import Permissions
 from diloco.swarm.trust.run_key import RunKey
@@ -73,7 +73,7 @@ def test_a_ban_uses_the_seat_up_for_workers_and_guests_also_after_a_restart() ->
 
 def test_a_certificate_is_signed() -> None:
     one = invitation().certificate
-    longer = Certificate(one.public, one.expires + 1, one.signature)
+    longer = InvitationCertificate(one.public, one.expires + 1, one.signature)
     assert one.is_signed_by(KEY.public) and not longer.is_signed_by(KEY.public)
 
 

@@ -2,8 +2,8 @@
 
 A message (messages.py) travels as msgpack in one packet, its shared memory as file descriptors beside it. A message
 that is too long for a packet goes into shared memory of its own. Nothing is unpickled: `msgspec` checks the type of
-every field. The trainer's end (`Link`) is for threads, the sidecar's (`AsyncLink`) for an asyncio loop. No end ever
-waits without a bound.
+every field. The trainer's end (`BlockingLink`) is for threads, the sidecar's (`AsyncLink`) for an asyncio loop. No end
+ever waits without a bound.
 """
 
 import array
@@ -139,7 +139,7 @@ def _decode(data: bytes, receives: Any, fds: list[int], unused: set[int]) -> Any
     return message
 
 
-class Link(Generic[Received]):
+class BlockingLink(Generic[Received]):
     """An end for threads: any number may send, one receives."""
 
     def __init__(self, end: socket.socket, receives: Any) -> None:

@@ -19,7 +19,7 @@ class _Message(Struct, tag=True, tag_field="message", frozen=True):
 # Sent by the trainer
 
 
-class Start(_Message, frozen=True):
+class StartNode(_Message, frozen=True):
     """The first message, sent once. Answered by Started."""
 
     number: int
@@ -42,8 +42,8 @@ class FetchState(_Message, frozen=True):
     most_bytes: int | None = None
 
 
-class FetchFile(_Message, frozen=True):
-    """Answered by Done."""
+class FetchRunFile(_Message, frozen=True):
+    """Answered by RequestDone."""
 
     number: int
     name: str
@@ -51,7 +51,7 @@ class FetchFile(_Message, frozen=True):
 
 
 class Leave(_Message, frozen=True):
-    """Answered by Done when the others have been told; then the sidecar ends."""
+    """Answered by RequestDone when the others have been told; then the sidecar ends."""
 
     number: int
 
@@ -62,7 +62,7 @@ class ServeFiles(_Message, frozen=True):
     files: dict[str, str]
 
 
-class Progress(_Message, frozen=True):
+class ReportProgress(_Message, frozen=True):
     inner_steps: int
     tokens: int
     loss: float
@@ -93,7 +93,7 @@ class Failed(_Message, frozen=True):
     text: str
 
 
-class Done(_Message, frozen=True):
+class RequestDone(_Message, frozen=True):
     number: int
 
 
@@ -109,7 +109,7 @@ class StateFetched(_Message, frozen=True):
     state: FetchedState | None = None
 
 
-class PostNow(_Message, frozen=True):
+class PostAtOnce(_Message, frozen=True):
     """The others are in this round and wait no longer for this worker."""
 
     sequence: int
@@ -121,18 +121,18 @@ class MakeSnapshot(_Message, frozen=True):
     number: int
 
 
-class Event(_Message, frozen=True):
+class NodeEvent(_Message, frozen=True):
     type: str
     fields: dict[str, Any]
 
 
-class Status(_Message, frozen=True):
+class StatusReport(_Message, frozen=True):
     """Sent every second and after every change; also a sign that the sidecar is alive. None: the node is starting."""
 
     status: RunStatus | None
 
 
-FromTrainer = Start | PostRound | FetchState | FetchFile | Leave | ServeFiles | Progress | SnapshotMade
-Answer = Started | Failed | Done | RoundEnded | StateFetched
-FromSidecar = Answer | PostNow | MakeSnapshot | Event | Status
+FromTrainer = StartNode | PostRound | FetchState | FetchRunFile | Leave | ServeFiles | ReportProgress | SnapshotMade
+Answer = Started | Failed | RequestDone | RoundEnded | StateFetched
+FromSidecar = Answer | PostAtOnce | MakeSnapshot | NodeEvent | StatusReport
 Message = FromTrainer | FromSidecar

@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
-class Node(Protocol):
+class HostedNode(Protocol):
     """What a sidecar needs of the swarm's node (node/node.py)."""
 
     @property
@@ -57,7 +57,7 @@ class Node(Protocol):
 class NodeWithNetwork:
     """A node and the network under it."""
 
-    node: Node
+    node: HostedNode
     network_lost: "asyncio.Future[str]"
     """Done, with a reason, when the network under the node has died: only a new process can help."""
     close_network: Callable[[], Awaitable[None]]
@@ -103,19 +103,19 @@ class Sidecar:
 
     def _on_message(self, message: FromTrainer) -> None:
         match message:
-            case messages.Start():
+            case messages.StartNode():
                 self._answer(message.number, self._start(message))
             case messages.PostRound():
                 self._answer(message.number, self._post(message))
             case messages.FetchState():
                 self._answer(message.number, self._fetch_state(message))
-            case messages.FetchFile():
+            case messages.FetchRunFile():
                 self._answer(message.number, self._fetch_file(message))
             case messages.Leave():
                 self._answer(message.number, self._leave(message.number))
             case messages.ServeFiles():
                 self._node.serve_files({name: Path(path) for name, path in message.files.items()})
-            case messages.Progress():
+            case messages.ReportProgress():
                 self._node.progress(
                     inner_steps=message.inner_steps,
                     tokens=message.tokens,
@@ -131,7 +131,7 @@ class Sidecar:
                 assert_never(message)
 
     @property
-    def _node(self) -> Node:
+    def _node(self) -> HostedNode:
         assert self._running is not None, "the trainer must send Start, and wait for Started, first"
         return self._running.node
 
@@ -152,7 +152,7 @@ class Sidecar:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _start(self, message: messages.Start) -> messages.Started:
+    async def _start(self, message: messages.StartNode) -> messages.Started:
         running = await self._build(message.settings, self, message.next_round)
         try:
             await running.node.start()
@@ -173,21 +173,21 @@ class Sidecar:
     async def _fetch_state(self, message: messages.FetchState) -> messages.StateFetched:
         return messages.StateFetched(message.number, await self._node.fetch_state(message.most_bytes))
 
-    async def _fetch_file(self, message: messages.FetchFile) -> messages.Done:
+    async def _fetch_file(self, message: messages.FetchRunFile) -> messages.RequestDone:
         await self._node.fetch_file(message.name, Path(message.path))
-        return messages.Done(message.number)
+        return messages.RequestDone(message.number)
 
-    async def _leave(self, number: int) -> messages.Done:
+    async def _leave(self, number: int) -> messages.RequestDone:
         if self._running is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timing.SIDECAR_LEAVE_SECONDS):
                     await self._running.node.leave()
-        return messages.Done(number)
+        return messages.RequestDone(number)
 
     # What the node asks of its trainer (trainer.py)
 
     def post_now(self, sequence: int) -> None:
-        self._link.send(messages.PostNow(sequence))
+        self._link.send(messages.PostAtOnce(sequence))
 
     async def snapshot(self) -> Snapshot | None:
         self._snapshots_asked += 1
@@ -205,11 +205,11 @@ class Sidecar:
             self._snapshots.pop(number, None)
 
     def emit(self, type_: str, fields: Mapping[str, Any]) -> None:
-        self._link.send(messages.Event(type_, dict(fields)))
+        self._link.send(messages.NodeEvent(type_, dict(fields)))
         self._send_status()
 
     def _send_status(self) -> None:
-        self._link.send(messages.Status(None if self._running is None else self._running.node.status()))
+        self._link.send(messages.StatusReport(None if self._running is None else self._running.node.status()))
 
 
 class LogLimit(logging.Filter):

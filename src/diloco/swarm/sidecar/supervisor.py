@@ -26,7 +26,7 @@ from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, Round
 from diloco.swarm.protocol import timing
 from diloco.swarm.settings import Settings
 from diloco.swarm.sidecar import messages
-from diloco.swarm.sidecar.link import Link, LinkClosed, LinkError, LinkFull, pair
+from diloco.swarm.sidecar.link import BlockingLink, LinkClosed, LinkError, LinkFull, pair
 from diloco.swarm.sidecar.messages import FromSidecar, FromTrainer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ COMMAND = (sys.executable, "-P", "-m", "diloco.swarm.sidecar")
 RESTARTS = 5
 _CLOSED = "the swarm's engine is closed: no round can follow"
 
-Request = messages.PostRound | messages.FetchState | messages.FetchFile | messages.Leave
+Request = messages.PostRound | messages.FetchState | messages.FetchRunFile | messages.Leave
 
 
 class SidecarLost(Exception):
@@ -65,7 +65,7 @@ class SidecarProcess:
             raise
         finally:
             theirs.close()
-        self.link = Link[FromSidecar](mine, FromSidecar)
+        self.link = BlockingLink[FromSidecar](mine, FromSidecar)
         self.pid = self._process.pid
         self._lock = threading.Lock()
         self._reaped = False
@@ -131,7 +131,7 @@ class SidecarSupervisor:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._requests: dict[int, _PendingRequest] = {}
-        self._link: Link[FromSidecar] | None = None  # of a sidecar whose node has started
+        self._link: BlockingLink[FromSidecar] | None = None  # of a sidecar whose node has started
         self.process: SidecarProcess | None = None
         self._pid = os.getpid()
         self._closing = threading.Event()  # no more requests
@@ -253,8 +253,8 @@ class SidecarSupervisor:
             process.end()
             self.process = None
 
-    def _listen(self, link: Link[FromSidecar]) -> None:
-        start = messages.Start(
+    def _listen(self, link: BlockingLink[FromSidecar]) -> None:
+        start = messages.StartNode(
             self.new_number(), self._settings, self._next_round() if self._first_start.done() else None
         )
         link.send(start, timing.SEND_SECONDS)
@@ -269,7 +269,7 @@ class SidecarSupervisor:
                 self._dispatch(message, start.number, link)
         raise LinkFull(f"it was silent for {silent} s, and was killed")
 
-    def _dispatch(self, message: FromSidecar, start_number: int, link: Link[FromSidecar]) -> None:
+    def _dispatch(self, message: FromSidecar, start_number: int, link: BlockingLink[FromSidecar]) -> None:
         match message:
             case messages.Started():
                 self._on_started(message, link)
@@ -277,12 +277,12 @@ class SidecarSupervisor:
                 raise _error(message)
             case messages.Failed():
                 self._answer(message.number, error=_error(message))
-            case messages.RoundEnded() | messages.StateFetched() | messages.Done():
+            case messages.RoundEnded() | messages.StateFetched() | messages.RequestDone():
                 self._answer(message.number, message)
             case _:
                 self._on_message(message)
 
-    def _on_started(self, message: messages.Started, link: Link[FromSidecar]) -> None:
+    def _on_started(self, message: messages.Started, link: BlockingLink[FromSidecar]) -> None:
         with self._lock:
             self._link = link
             for request in self._requests.values():
@@ -293,7 +293,7 @@ class SidecarSupervisor:
         else:
             self._on_event("sidecar_restarted", {"restarts": len(self._lost_at)})
 
-    def _send_request(self, request: _PendingRequest, link: Link[FromSidecar]) -> None:
+    def _send_request(self, request: _PendingRequest, link: BlockingLink[FromSidecar]) -> None:
         """Called with the lock held. A sidecar that takes no message is frozen."""
         if request.sent:
             return

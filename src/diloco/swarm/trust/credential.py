@@ -30,7 +30,7 @@ class PeerRefused(Exception):
         self.kind: RefusalKind = kind
 
 
-class Certificate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class InvitationCertificate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The public half of an invitation, signed by the run's key."""
 
     public: Key
@@ -49,7 +49,7 @@ class Certificate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 class Credential(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A certificate, and the invitation's signature over the id and the role of the one peer that may show it."""
 
-    certificate: Certificate
+    certificate: InvitationCertificate
     signature: Signature
     role: Role = "worker"
 

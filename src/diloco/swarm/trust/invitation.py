@@ -28,9 +28,9 @@ from diloco.own_command import command
 from diloco.swarm.network import multiaddr
 from diloco.swarm.trust.credential import (
     MAX_EXPIRES,
-    Certificate,
     Credential,
     Expires,
+    InvitationCertificate,
     Role,
     certified_bytes,
     claimed_bytes,
@@ -101,8 +101,8 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return self.certificate.id
 
     @property
-    def certificate(self) -> Certificate:
-        return Certificate(public_key(self.seed), self.expires, self.signature)
+    def certificate(self) -> InvitationCertificate:
+        return InvitationCertificate(public_key(self.seed), self.expires, self.signature)
 
     @property
     def addresses(self) -> tuple[str, ...]:
