@@ -373,14 +373,14 @@ class OuterLoop(ABC):
             times = RoundTimes(posted.encode_seconds, started - posted.posted_at, waited, merging)
             self.on_round(
                 RoundEvent(
-                    posted.key,
-                    self.inner_steps,
-                    posted.norm,
-                    mean_norm,
-                    lost,
-                    result,
-                    failure,
-                    times,
+                    key=posted.key,
+                    inner_step=self.inner_steps,
+                    norm=posted.norm,
+                    mean_norm=mean_norm,
+                    codec_error=lost,
+                    result=result,
+                    failure=failure,
+                    times=times,
                     dropped=posted.dropped,
                 )
             )
