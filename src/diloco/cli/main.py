@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 from cyclopts import App
-from cyclopts.exceptions import CycloptsError, UnknownOptionError
+from cyclopts.exceptions import CoercionError, CycloptsError, UnknownOptionError
 from rich.console import Console
 from rich.text import Text
 
@@ -184,6 +184,9 @@ def run(tokens: list[str]) -> int:
     except UnknownOptionError as error:
         _complain(console, _unknown_option(tokens, error))
         return 2
+    except CoercionError as error:
+        _complain(console, _no_number(error))
+        return 2
     except (CycloptsError, ConfigError) as error:
         _complain(console, str(error))
         return 2
@@ -242,6 +245,15 @@ def _unknown_option(tokens: list[str], error: UnknownOptionError) -> str:
     name = (error.token.keyword or error.token.value).partition("=")[0]
     meant = did_you_mean(name.lstrip("-")) if tokens[:1] in (["train"], ["data"]) else ""
     return f"unknown option {name}{meant}" if meant else str(error)
+
+
+def _no_number(error: CoercionError) -> str:
+    """Say what an option must be whose value is of another kind."""
+    kind = {int: "a whole number", float: "a number"}.get(error.target_type or str)
+    if kind is None or error.token is None or error.token.keyword is None:
+        return str(error)
+    name = error.token.keyword.removeprefix("--").replace("-", "_")
+    return f"--{name} {error.token.value}: it must be {kind}"
 
 
 def _complain(console: Console, message: str) -> None:

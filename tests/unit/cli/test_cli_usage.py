@@ -95,6 +95,8 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--worker=2"], ["--worker", "--workers"]),
         (["--H=0"], ["sync.num_inner_steps", "0", "at least 1"]),
+        (["--H=x"], ["--sync.num_inner_steps x: it must be a whole number"]),
+        (["--outer.lr=high"], ["--outer.lr high: it must be a number"]),
         (["--workers=5"], ["5 workers", "4 shards", "--data.shards"]),
         (["--data.source=/no/such/text"], ["/no/such/text", "no such file or folder"]),
         (["--data.tokenizer=/no/such.json", "--data.vocab_size=2048"], ["/no/such.json", "cannot be read"]),
