@@ -21,8 +21,7 @@ from diloco.dashboard.metrics import exposition
 from diloco.dashboard.runs import Run
 from diloco.history.figures import RunFigures
 from diloco.history.run_history import read_history
-from diloco.plots.plotted_run import read_run
-from diloco.plots.runs import panels_of
+from diloco.plots.runs import panels_of, read_run
 from diloco.sinks.base import Point, Sink
 from diloco.sinks.follower import open_follower
 from diloco.training.config.run import RunConfig

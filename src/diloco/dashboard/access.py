@@ -31,7 +31,8 @@ class Access:
     """ASGI middleware around the whole server. `token` None: loopback, where no token is needed."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self._app, self._token = app, token
+        self._app = app
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -70,7 +70,9 @@ def exposition(states: Sequence[Json]) -> str:
 
 
 def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
-    rounds, validation, last = state["rounds"], state["validation"] or {}, state["rounds"]["last"] or {}
+    rounds = state["rounds"]
+    validation = state["validation"] or {}
+    last = state["rounds"]["last"] or {}
     trains = state["status"] == "training"
     plain = {
         "diloco_last_event_timestamp_seconds": state["last_time"],
@@ -109,7 +111,7 @@ def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
 
 
 def _steps(state: Json) -> dict[int, float]:
-    """By worker; without members of a swarm that are gone."""
+    """The step of each worker; members of a swarm that are gone have none."""
     steps = {one["worker"]: one["step"] for one in state["workers"]}
     for one in state["members"]:
         if one["state"] in GONE:

@@ -96,7 +96,9 @@ class DashboardProcess:
     """The server beside one run, as a context. Its failures are reported, never raised: the training goes on."""
 
     def __init__(self, listener: socket.socket, run: Path, report: Callable[[str], None]) -> None:
-        self._listener, self._run, self._report = listener, run, report
+        self._listener = listener
+        self._run = run
+        self._report = report
         self._process: subprocess.Popen[bytes] | None = None
         self._told = False
 

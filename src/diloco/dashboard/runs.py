@@ -31,7 +31,8 @@ class Run:
     """One run folder. Any thread may call it; what was appended to the log is read at every call of `refresh`."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+        self.folder = folder
+        self.name = name
         self.version = 0
         """Rises with every change."""
         self._lock = threading.Lock()
@@ -106,7 +107,7 @@ class Run:
             return {}
 
     def brief(self, *, read: bool = True) -> Json:
-        """For the list of runs: the summary of a run that has ended, and of any other what its log says now.
+        """The run in a line of the list: the summary of a run that has ended, and of any other what its log says now.
 
         `read`: read what is new in the log; else what was read before.
         """
@@ -194,7 +195,7 @@ class RunFolder:
             )
 
     def find(self) -> dict[str, Run]:
-        """By name, newest first; without those whose folder is gone."""
+        """The runs by name, newest first; without those whose folder is gone."""
         with self._lock:
             found = {}
             for folder, name in _run_folders(self.root):
@@ -240,7 +241,7 @@ def _place(folder: Path) -> tuple[int, int] | None:
 
 
 def _readable(name: str) -> str:
-    """Without what cannot be sent or shown as it is: bytes that are not UTF-8, control characters."""
+    """The name without what cannot be sent or shown as it is: bytes that are not UTF-8, control characters."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in name)
 
 

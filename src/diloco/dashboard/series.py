@@ -22,7 +22,8 @@ _HELD_HERE = 2  # workers of one machine log the same step a moment apart
 
 def series(figures: RunFigures, points: int, chosen: set[int] | None = None) -> Json:
     """`chosen`: the workers with a curve of their own; None: all, if they are few. All workers are in the means."""
-    history, until = figures.history, figures.until
+    history = figures.history
+    until = figures.until
     rows = {number: worker.columns.until(until) for number, worker in sorted(history.workers.items())}
     rows = {number: columns for number, columns in rows.items() if len(columns["time"])}
     axes = _Axes(rows, history.clock)
@@ -60,13 +61,14 @@ class _Axes:
     seconds that the run has taken, without pauses."""
 
     def __init__(self, rows: dict[int, dict[str, Numbers]], clock: RunClock) -> None:
-        self._rows, self._start = list(rows.values()), clock.first or 0.0
+        self._rows = list(rows.values())
+        self._start = clock.first or 0.0
         pauses = sorted(clock.pauses)
         self._resumed = np.array([at for at, _ in pauses])
         self._paused = np.concatenate([[0.0], np.cumsum([taken for _, taken in pauses])])
 
     def seconds(self, times: Numbers) -> Numbers:
-        """Of the run at each time, without the pauses before."""
+        """The seconds that the run had taken at each time, without the pauses before."""
         paused: Numbers = self._paused[np.searchsorted(self._resumed, times, side="right")]
         return times - self._start - paused
 
@@ -165,7 +167,9 @@ def _rates(
     last = max(found[-1]["seconds"][-1] for found in pieces.values())
     logged = max(sum(len(one["seconds"]) for one in found) for found in pieces.values())
     grid = np.linspace(first, last, min(_RATE_POINTS, max(2, logged)) + 1)
-    total, shares, own = np.full(len(grid) - 1, np.nan), [], {}
+    total = np.full(len(grid) - 1, np.nan)
+    shares = []
+    own = {}
     for number, found in pieces.items():
         rate, share = _rate_and_share(found, grid)
         shares.append(share)
@@ -281,7 +285,7 @@ def thin_out(values: Numbers, points: int) -> NDArray[np.int64]:
 
 
 def mean_by_step(steps: Numbers, values: Numbers, points: int) -> dict[str, Numbers]:
-    """Of the rows of all workers together: mean, smallest and largest value at each step, or in each of `points`
+    """The rows of all workers together: mean, smallest and largest value at each step, or in each of `points`
     ranges of steps if there are more. Values that are nan are left out; a range of nothing else is nan."""
     distinct = np.unique(steps)
     edges = distinct
@@ -310,5 +314,5 @@ def as_json(values: Sequence[float] | Numbers) -> list[float | None]:
 
 
 def exact_json(values: Sequence[float] | Numbers) -> list[float | None]:
-    """As they are, for steps and times; null where there is no number."""
+    """The numbers of steps and times as they are; null where there is none."""
     return [None if not np.isfinite(value) else round(float(value), 3) for value in values]

@@ -83,18 +83,22 @@ class _Server:
         return _json({"root": self._runs.root.resolve().name, "runs": await asyncio.to_thread(brief)})
 
     async def state(self, request: Request) -> Response:
-        run, until = self._run(request), _number(request, "until")
+        run = self._run(request)
+        until = _number(request, "until")
         return _json(await asyncio.to_thread(run.state, until))
 
     async def series(self, request: Request) -> Response:
-        run, until = self._run(request), _number(request, "until")
+        run = self._run(request)
+        until = _number(request, "until")
         points = _count(request, "points", 600, MOST_POINTS)
         given = request.query_params.get("workers")
         chosen = None if given is None else {int(one) for one in given.split(",") if one.isascii() and one.isdigit()}
         return _json(await asyncio.to_thread(run.series, until, points, chosen))
 
     async def rounds(self, request: Request) -> Response:
-        run, until, before = self._run(request), _number(request, "until"), _number(request, "before")
+        run = self._run(request)
+        until = _number(request, "until")
+        before = _number(request, "before")
         count = _count(request, "count", 12, 1000)
         return _json(await asyncio.to_thread(run.rounds, until, count, None if before is None else int(before)))
 
@@ -102,7 +106,7 @@ class _Server:
         return _json(await asyncio.to_thread(self._run(request).config))
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus: of all runs, or of those named (`?run=NAME`)."""
+        """The numbers of all runs for Prometheus, or of those named (`?run=NAME`)."""
         names = request.query_params.getlist("run")
 
         def text() -> str:
@@ -132,7 +136,8 @@ class _Server:
                 for run in runs:
                     version = await asyncio.to_thread(run.refresh)
                     if known.get(run.name) != version:
-                        known[run.name], told = version, time.monotonic()
+                        known[run.name] = version
+                        told = time.monotonic()
                         yield f"event: change\ndata: {json.dumps({'run': run.name, 'version': version})}\n\n"
                 if time.monotonic() - told > _HEARTBEAT_SECONDS:
                     told = time.monotonic()

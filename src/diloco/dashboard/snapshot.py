@@ -15,7 +15,8 @@ _LISTED = 50
 
 def snapshot(figures: RunFigures, options: Mapping[str, Any], summary: Json | None, now: float) -> Json:
     """`summary`: the content of summary.json, if the run has ended."""
-    history, until = figures.history, figures.until
+    history = figures.history
+    until = figures.until
     live = until is None
     steps = finite(options.get("steps"))
     own_utilization = finite(summary.get("compute_utilization")) if live and summary else None
@@ -69,7 +70,8 @@ def snapshot(figures: RunFigures, options: Mapping[str, Any], summary: Json | No
 
 
 def _worker(worker: WorkerFigures, *, live: bool) -> Json:
-    started, ended = worker.history.started, worker.history.ended
+    started = worker.history.started
+    ended = worker.history.ended
     names = ("device", "precision", "threads", "ranks", "workers")
     return {
         "worker": worker.number,
@@ -101,7 +103,8 @@ def _rounds(figures: RunFigures) -> Json:
     refused = [one for one in figures.rounds if one.refused or one.clipped]
     compared = [one for one in figures.rounds if one.merged and one.digests]
     unequal = [one for one in compared if len(one.digests) > 1]
-    last, straggler = figures.last_round, figures.straggler
+    last = figures.last_round
+    straggler = figures.straggler
     return {
         "merged": figures.merged_rounds,
         "failed": figures.failed_rounds,
@@ -144,7 +147,9 @@ def _part(worker: int, part: WorkerRound) -> Json:
 
 def _communication(figures: RunFigures) -> Json:
     """The bytes of a worker, against averaging fp32 gradients at every step, and against what its link carried."""
-    sent, baseline, link = figures.bytes_sent, figures.data_parallel_bytes, figures.link_bytes_per_second
+    sent = figures.bytes_sent
+    baseline = figures.data_parallel_bytes
+    link = figures.link_bytes_per_second
     seconds = max((worker.elapsed_seconds for worker in figures.local), default=0.0)
     return {
         "bytes_sent_per_worker": sent,
@@ -160,7 +165,8 @@ def _communication(figures: RunFigures) -> Json:
 
 def _status(figures: RunFigures, summary: Json | None, now: float) -> str:
     """complete, stopped, failed, training, silent (no event for a while), starting, or empty."""
-    last, until = figures.history.clock.last, figures.until
+    last = figures.history.clock.last
+    until = figures.until
     if not figures.history.events:
         return "empty"
     local = [worker for worker in figures.workers if worker.local]

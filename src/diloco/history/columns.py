@@ -65,20 +65,13 @@ class Columns:
 
 
 def number(value: object) -> float:
-    """As a float; nan if it is none, or larger than anything that a run counts."""
+    """The value as a float; nan if it is no number, or larger than anything that a run counts."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
         return float("nan")
     return float(value)
 
 
 def finite(value: object) -> float | None:
-    """The same, with None instead of nan."""
+    """The value as a float; None where `number` gives nan."""
     found = number(value)
     return None if found != found else found
-
-
-def count(value: object) -> int:
-    """ValueError if it is no whole number, or larger than anything that a run counts."""
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _LARGEST:
-        raise ValueError(f"{value!r:.40} is no count")
-    return value

@@ -466,7 +466,7 @@ class JoinedEvent(Event):
 @_event("state_arriving")
 @dataclass(frozen=True, kw_only=True)
 class StateArrivingEvent(Event):
-    """So much of the others' state has come."""
+    """A part of the others' state has come."""
 
     received_bytes: int
     all_bytes: int
@@ -777,7 +777,8 @@ def read_event(line: Mapping[str, Any]) -> Event:
 
 def _read(kind: type[E], line: Mapping[str, Any], time: float, worker: int) -> E:
     values = _values(kind, line)
-    values["time"], values["worker"] = time, worker
+    values["time"] = time
+    values["worker"] = worker
     event = kind.__new__(kind)
     event.__dict__.update(values)  # as the generated __init__ does, which is several times as slow
     return event
@@ -831,7 +832,8 @@ def _default(of: "Field[Any]") -> Any:
 
 
 def _reader(hint: Any) -> _Reader:
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin in (Union, types.UnionType):
         (only,) = [one for one in args if one is not type(None)]
         return {float: _number_or_none, int: _whole_or_none}.get(only) or _reader(only)

@@ -283,7 +283,7 @@ class RunFigures:
 
     @cached_property
     def usual_workers(self) -> int:
-        """As many workers a data-parallel run would have had: all, or in a swarm as many as a round had on average."""
+        """The workers that a data-parallel run would have had: all, or in a swarm as many as a round had on average."""
         usual = usual_workers(self.rounds)
         if not self.elastic:
             usual = self.expected_workers or usual

@@ -23,12 +23,13 @@ class LastNumber:
 
 
 Numbers = dict[int, LastNumber]
-"""By the number that a worker of this log had at some moment."""
+"""The last number of a worker, by the number that it had at some moment of this log."""
 
 
 def follow_numbers(log: Sequence[Event], later: Sequence[Event] = ()) -> list[Event]:
     """The events of a log, each under the last number of its worker. `later`: `renumbered` events after these."""
-    followed, numbers = list(log), Numbers()
+    followed = list(log)
+    numbers = Numbers()
     for event in reversed(later):
         _go_back(numbers, event)
     for index in range(len(followed) - 1, -1, -1):

@@ -188,7 +188,8 @@ class RoundsHistory:
 
     def _told_part(self, member: RoundMember, round_: RoundHistory) -> None:
         """A member reports its seconds at every round: the difference is this round's work."""
-        worker, report = member.worker, member.report
+        worker = member.worker
+        report = member.report
         worked = number(report.elapsed_seconds) - number(report.sync_seconds)
         before = self._worked.get(worker)
         if before is None or worked > before:

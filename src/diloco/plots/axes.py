@@ -31,7 +31,7 @@ class Look:
 
 
 def looks_of(panels: Sequence[Panel]) -> dict[str, Look]:
-    """By label: the first look that no other label has which is in a panel with it."""
+    """The look of each label: the first one that no other label has which is in a panel with it."""
     every = [Look(color, dashes) for dashes in _DASHES for color in PALETTE]
     beside: dict[str, set[str]] = {}
     for panel in panels:
@@ -79,7 +79,7 @@ def _has_values(series: Series) -> bool:
 
 
 def _numbers(values: Values, above_zero: bool = False) -> np.ndarray:
-    """With nan for gaps, and for what a logarithmic axis cannot show."""
+    """The values, with nan for gaps and for what a logarithmic axis cannot show."""
     numbers = np.array([math.nan if value is None else float(value) for value in values], dtype=float)
     numbers[~np.isfinite(numbers)] = math.nan
     if above_zero:
@@ -129,7 +129,8 @@ def _draw_bars(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
     if panel.y_log:
         axes.set_yscale("log")
     groups = _groups(panel)
-    names, most = list(groups), max(map(len, groups.values()), default=1)
+    names = list(groups)
+    most = max(map(len, groups.values()), default=1)
     width = 0.8 / most if most > 1 else 0.6
     for number, series in enumerate(panel.series):
         within = [(groups[str(name)].index(number), len(groups[str(name)])) for name in series.x]
@@ -231,7 +232,8 @@ def _handles(panel: Panel, names: dict[str, Series], looks: dict[str, Look]) -> 
     ordered = list(reversed(names.values()))
     handles: list[Line2D | Patch] = []
     for series in ordered[:_MOST_NAMES]:
-        look, label = looks[series.label], printable(series.label, _LONG_NAME)
+        look = looks[series.label]
+        label = printable(series.label, _LONG_NAME)
         if label.startswith("_"):
             label = " " + label  # matplotlib leaves out what begins with an underscore
         if panel.kind in ("bar", "spans"):
@@ -248,7 +250,7 @@ def _handles(panel: Panel, names: dict[str, Series], looks: dict[str, Look]) -> 
 
 
 def shown_number(value: float) -> str:
-    """As on an axis: 0.25, 1500, 20k, 1.5M, 3G."""
+    """The number as on an axis: 0.25, 1500, 20k, 1.5M, 3G."""
     if not math.isfinite(value):
         return ""
     size = abs(value)

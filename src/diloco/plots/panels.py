@@ -18,12 +18,12 @@ class Series:
     x: Values | Sequence[str]
     """Names in a panel of bars; in a panel of spans, where each begins."""
     y: Values
-    """In a panel of spans the row of each: a position in the panel's `rows`."""
+    """The values; in a panel of spans the row of each: a position in the panel's `rows`."""
     low: Values | None = None
     high: Values | None = None
-    """With `low`: a band around a line, error bars on points and bars."""
+    """The upper end of a band around a line that begins at `low`, or of error bars on points and bars."""
     until: Values | None = None
-    """In a panel of spans, where each ends."""
+    """The end of each span in a panel of spans."""
     color: str | None = None
     """Instead of the next one of the palette: any colour that matplotlib knows."""
     line: Literal["solid", "dashed", "dotted", "none"] = "solid"
@@ -50,7 +50,7 @@ class Panel:
 
 
 def printable(text: str, longest: int = 120) -> str:
-    """On one line, without control characters; a long text keeps its beginning and its end."""
+    """The text on one line, without control characters; a long text keeps its beginning and its end."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     if len(text) > longest:
         half = (longest - 1) // 2

@@ -1,17 +1,21 @@
-"""The panels of training runs, from their events; several runs are drawn over each other."""
+"""The panels of training runs, from their histories; several runs are drawn over each other."""
 
 import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from diloco.errors import ConfigError
+from diloco.history.events import EVENTS_VERSION
+from diloco.history.log import EVENTS_FILE
 from diloco.history.rounds import RoundHistory
+from diloco.history.run_history import LiveHistory, RunHistory
 from diloco.history.waterfall import PHASES, Span
 from diloco.plots.panels import PALETTE, Panel, Series, Values
-from diloco.plots.plotted_run import LoggedStep, PlottedRun
 
 _MOST_POINTS = 2000
 _FAR_APART = 8
@@ -25,6 +29,73 @@ _SPAN_COLORS = {
     "merge": "#CC79A7",
     "failed round": "#D55E00",
 }
+
+
+class LoggedStep(NamedTuple):
+    """A logged step of a worker, or its end, which has no loss; nan where a number is not known."""
+
+    step: int
+    loss: float
+    tokens: float
+    bytes_sent: float
+    elapsed_seconds: float
+    sync_seconds: float
+
+
+@dataclass(frozen=True)
+class PlottedRun:
+    """A run with its name in the figure."""
+
+    name: str
+    history: RunHistory
+
+    @cached_property
+    def steps(self) -> list[LoggedStep]:
+        """The logged steps of this machine's workers, and the end of a worker as a step without a loss."""
+        rows: list[LoggedStep] = []
+        for worker in self.history.local_workers.values():
+            columns = worker.columns.until(None)
+            logged = columns["logged"] > 0
+            values = [columns[name][logged] for name in LoggedStep._fields]
+            rows += [LoggedStep(int(step), *map(float, rest)) for step, *rest in zip(*values, strict=True)]
+        last = max((row.step for row in rows), default=0)
+        for worker in self.history.local_workers.values():
+            if worker.ended is not None and worker.ended.inner_steps > last:
+                now = worker.progress
+                counters = (now.tokens, now.bytes_sent, now.elapsed_seconds, now.sync_seconds)
+                rows.append(LoggedStep(worker.ended.inner_steps, math.nan, *counters))
+        return rows
+
+    @cached_property
+    def validations(self) -> dict[int, float]:
+        """Validation losses by step; in a swarm every worker tells the same."""
+        values = self.history.validations.until(None)
+        return {int(step): float(loss) for step, loss in zip(values["step"], values["loss"], strict=True)}
+
+    @cached_property
+    def rounds(self) -> list[RoundHistory]:
+        """The rounds with a mean or a failure: a last round, in which no worker had work, has neither."""
+        return self.history.rounds.until(None)
+
+
+def read_run(folder: Path, name: str) -> PlottedRun:
+    """Raises ConfigError for a folder that is no run, or has nothing to plot."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a run folder: there is no such folder")
+    if not (folder / EVENTS_FILE).is_file():
+        raise ConfigError(f"{folder} is not a run folder: it has no {EVENTS_FILE}")
+    live = LiveHistory(folder)
+    live.refresh()
+    newest = live.reader.newest_version
+    if newest > EVENTS_VERSION:
+        raise ConfigError(
+            f"{folder} was written by a newer version of diloco (events of version {newest}, this one reads "
+            f"{EVENTS_VERSION}): update diloco"
+        )
+    run = PlottedRun(name, live.history)
+    if not any(not math.isnan(row.elapsed_seconds) for row in run.steps):
+        raise ConfigError(f"{folder} has no steps yet: there is nothing to plot before the first one is logged")
+    return run
 
 
 # What a figure can show
@@ -70,7 +141,8 @@ def _loss_over(
         one = len(asked.runs) == 1
         for run, color in asked.colors():
             rows = _by_step(run.steps, lambda row: (x_of(row), row.loss))
-            steps, x = list(rows), [total([value for value, _ in row]) for row in rows.values()]
+            steps = list(rows)
+            x = [total([value for value, _ in row]) for row in rows.values()]
             losses = [[loss for _, loss in row] for row in rows.values()]
             label_ = "training" if one else run.name
             series += _lines(label_, x, losses, color, asked.smooth)
@@ -189,7 +261,7 @@ def _marker(points: Sized) -> Literal["o", ""]:
 
 
 def _darker(color: str) -> str:
-    """For the points of the validation beside the line of the training loss."""
+    """A darker colour, for the points of the validation beside the line of the training loss."""
     return "#" + "".join(f"{int(int(color[at : at + 2], 16) * 0.55):02x}" for at in (1, 3, 5))
 
 
@@ -284,7 +356,8 @@ def _waterfalls(asked: _Asked) -> list[Panel]:
 
 def _span_series(label: str, spans: Sequence[Span], workers: Sequence[int], start: float) -> Series:
     rows = [float(workers.index(span.worker)) for span in spans]
-    begins, ends = [span.start - start for span in spans], [span.end - start for span in spans]
+    begins = [span.start - start for span in spans]
+    ends = [span.end - start for span in spans]
     return Series(label, begins, rows, until=ends, color=_SPAN_COLORS[label])
 
 
@@ -298,5 +371,5 @@ PANELS: dict[str, Callable[[_Asked], list[Panel]]] = {
     "cosines": _cosines,
     "norms": _norms,
 }
-"""By name, in the order of a figure with all of them."""
+"""The makers of panels by name, in the order of a figure with all of them."""
 _OF_ROUNDS = ("rounds", "cosines", "norms")

@@ -33,7 +33,8 @@ class Sink(ABC):
     package: ClassVar[str]  # must be installed; also the name of an extra of diloco
 
     def __init__(self, run: Path, folder: Path) -> None:
-        self.run, self.folder = run, folder
+        self.run = run
+        self.folder = folder
 
     @abstractmethod
     def start(self, config: Mapping[str, object], *, resumed: bool) -> None:

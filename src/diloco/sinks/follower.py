@@ -54,7 +54,9 @@ class Follower:
     """Copies the events of one run to one sink; use `with open_follower(...)`."""
 
     def __init__(self, run: Path, name: str, sink: Sink) -> None:
-        self.run, self.name, self.sink = run, name, sink
+        self.run = run
+        self.name = name
+        self.sink = sink
         self.state = read_state(run, name)
         self._live = LiveHistory(run)
         self._seen = 0

@@ -32,7 +32,10 @@ class SinkProcesses:
     def __init__(
         self, names: Sequence[str], run: Path, report: Callable[[str], None], grace_seconds: float = GRACE_SECONDS
     ) -> None:
-        self.names, self.run, self.report, self.grace_seconds = names, run, report, grace_seconds
+        self.names = names
+        self.run = run
+        self.report = report
+        self.grace_seconds = grace_seconds
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._lost_before: dict[str, int] = {}
         self._reported: set[str] = set()

@@ -44,9 +44,11 @@ class ComparedRun:
 
     def values(self, reference: "ComparedRun") -> dict[str, Any]:
         """Everything that is compared, by name; None where it is not known or has no meaning."""
-        summary, option = self.summary, self.options.get
+        summary = self.summary
+        option = self.options.get
         diloco = summary["mode"] == "diloco"
-        sent, theirs = summary["bytes_sent_per_worker"], reference.summary["bytes_sent_per_worker"]
+        sent = summary["bytes_sent_per_worker"]
+        theirs = reference.summary["bytes_sent_per_worker"]
         both_averaged = summary["rounds"] and reference.summary["rounds"]
         outer = self._outer() if diloco else {}
         return {

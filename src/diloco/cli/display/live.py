@@ -178,7 +178,7 @@ def plain_line(view: RunView) -> str:
 
 
 def _doing(view: RunView) -> str:
-    """With the seconds that it has taken, where it takes some."""
+    """What the workers do, with the seconds that it has taken, where it takes some."""
     seconds = int(view.doing_seconds)
     return f"{view.doing} ({seconds} s so far)" if seconds >= _TOLD_SECONDS else str(view.doing)
 
@@ -287,7 +287,8 @@ def _worker_cells(worker: WorkerHistory) -> list[str]:
 def _round(view: RunView) -> Text:
     if view.config.mode == "data-parallel":
         return Text(f"averaging gradients at every step · {_members(view)}", style="dim")
-    warm, H = view.config.sync.warm_start, view.config.sync.num_inner_steps
+    warm = view.config.sync.warm_start
+    H = view.config.sync.num_inner_steps
     if view.step < warm:
         alone = view.config.engine == "swarm"
         doing = "one worker trains alone, others wait," if alone else "averaging gradients"

@@ -50,14 +50,16 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
 def savings(summary: Summary) -> str:
     """What DiLoCo saved and what it cost, in a sentence; empty for a run that failed. The cost in loss takes a
     data-parallel run to compare with."""
-    reduction, sent = summary["communication_reduction"], summary["bytes_sent_per_worker"]
+    reduction = summary["communication_reduction"]
+    sent = summary["bytes_sent_per_worker"]
     if summary["mode"] != "diloco" or summary["workers"] < 2 or not reduction or reduction <= 1:
         return ""
     if summary["status"] == "failed":
         return ""
     bytes_ = f"{megabytes(sent)}, not {megabytes(summary['data_parallel_bytes_per_worker'])}"
     saved = f"A worker sent {times(reduction)} fewer bytes than with data-parallel training ({bytes_})"
-    used, seconds = summary["compute_utilization"], summary["training_seconds"]
+    used = summary["compute_utilization"]
+    seconds = summary["training_seconds"]
     if used is not None and seconds:
         saved += f" and spent {(1 - used) * seconds:.1f} s, {share(1 - used)} of its time, on rounds"
     return f"{saved}; what that cost in loss, `diloco compare` tells beside a run of --mode data-parallel."
@@ -106,8 +108,9 @@ def _steps(summary: Summary) -> str:
 
 
 def _trained(summary: Summary) -> str:
-    """With LoRA, how many parameters the rounds carry; empty if all are trained."""
-    trained, whole = summary.get("trainable_parameters"), summary["parameters"]
+    """How many parameters the rounds of a run with LoRA carry; empty if all are trained."""
+    trained = summary.get("trainable_parameters")
+    whole = summary["parameters"]
     if not trained or not whole or trained == whole:
         return ""
     return f"{trained:,} of {whole:,}, the LoRA adapters: only these are averaged"
@@ -117,7 +120,9 @@ def _here(summary: Summary) -> str:
     """What this machine's workers did themselves; empty if that is all there is."""
     if summary.get("engine") != "swarm" or "local_steps" not in summary:
         return ""
-    steps, rounds, workers = summary["local_steps"], summary["local_rounds"], summary["local_workers"]
+    steps = summary["local_steps"]
+    rounds = summary["local_rounds"]
+    workers = summary["local_workers"]
     each = "" if workers == 1 else f" at most by each of {workers} workers"
     counts = [f"{steps:,} step{'s' * (steps != 1)}{each}", f"{summary['local_tokens']:,} tokens"]
     return ", ".join([*counts, f"in {rounds:,} round{'s' * (rounds != 1)}"])

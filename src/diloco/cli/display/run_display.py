@@ -25,7 +25,8 @@ class RunDisplay(Observer):
     """The terminal and the sinks of one run; use it as a context."""
 
     def __init__(self, console: Console, config: RunConfig) -> None:
-        self._console, self._config = console, config
+        self._console = console
+        self._config = config
         self._display = Display(console, config)
         self._listener: socket.socket | None = None
 

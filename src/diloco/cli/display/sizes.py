@@ -106,7 +106,8 @@ def estimate_table(sizes: Sizes) -> Table:
     table.add_row("  written in the whole run", size_text(sizes["disk_written_bytes"]))
     table.add_row("  the model", size_text(disk["model_bytes"]))
     table.add_row(Text("sent by a worker a round", style="bold"), Text(size_text(sizes["round_bytes"]), style="bold"))
-    steps, mean = sizes["round_steps"], sizes["mean_round_steps"]
+    steps = sizes["round_steps"]
+    mean = sizes["mean_round_steps"]
     growing = f" at first, {mean:.0f} on average" if mean > steps else ""
     table.add_row("  inner steps from one round to the next", f"{steps}{growing}")
     if sizes["second_moment_bytes"]:

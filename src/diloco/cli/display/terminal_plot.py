@@ -10,11 +10,11 @@ from rich.text import Text
 
 from diloco.history.run_history import RunHistory
 from diloco.plots.panels import Series
-from diloco.plots.plotted_run import PlottedRun
-from diloco.plots.runs import panels_of
+from diloco.plots.runs import PlottedRun, panels_of
 
 _ROWS = 6
-_NARROWEST, _WIDEST = 40, 100
+_NARROWEST = 40
+_WIDEST = 100
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character: row, column
 _VALIDATION = "bold magenta"
 _BRAILLE = {"training": "⠒⠒", "point": "●", "side": "│", "tick": "┤", "corner": "└", "bottom": "─"}
@@ -27,7 +27,8 @@ def loss_plot(history: RunHistory, console: Console) -> Text | None:
     if len({row.step for row in run.steps if not math.isnan(row.loss)}) < 2:
         return None
     drawn = {series.label: series for series in panels_of([run], ["steps"])[0].series}
-    line, validation = _points(drawn.get("training")), _points(drawn.get("validation"))
+    line = _points(drawn.get("training"))
+    validation = _points(drawn.get("validation"))
     width = min(_WIDEST, console.width) - 9
     if width < _NARROWEST:
         return None
@@ -90,7 +91,9 @@ class _Place:
     """Where a step and a loss are, in columns from the left and rows from the top."""
 
     def __init__(self, last: float, low: float, high: float) -> None:
-        self._last, self._low, self._range = max(last, 1.0), low, (high - low) or 1.0
+        self._last = max(last, 1.0)
+        self._low = low
+        self._range = (high - low) or 1.0
 
     def column(self, step: float, columns: int) -> int:
         return min(columns - 1, int(step / self._last * (columns - 1) + 0.5))

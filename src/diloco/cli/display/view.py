@@ -17,7 +17,7 @@ class RunView(RunFigures):
         self.folder: Path | None = None
         self.stopping = False
         self.doing_seconds = 0.0
-        """For how long the workers have been `doing` the same."""
+        """The seconds for which the workers have been `doing` the same."""
 
     @property
     def time_left(self) -> float | None:

@@ -1,6 +1,7 @@
 """`diloco compare RUN RUN…`: runs side by side, with the gap in perplexity and the reduction in bytes as they are."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,12 +10,15 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.cli.display.comparison import ComparedRun, as_csv, as_json, default_reference, names_of, savings, tables
-from diloco.cli.display.comparison_plot import compared_panels
 from diloco.cli.runs.plot import check_figure, write_figure
 from diloco.errors import ConfigError
+from diloco.plots.panels import PALETTE, Panel, Series
+from diloco.plots.runs import panels_of, read_run
 from diloco.training.config.run_file import read_run_file
 from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import read_summary
+
+_LOSSES = ("steps", "tokens", "bytes", "time")
 
 
 def compare(
@@ -72,3 +76,16 @@ def _read(folder: Path, name: str) -> ComparedRun:
     summary = read_summary(folder)
     file = folder / RUN_FILE
     return ComparedRun(name, folder, summary, read_run_file(file) if file.is_file() else {})
+
+
+def compared_panels(runs: Sequence[ComparedRun]) -> list[Panel]:
+    """The figure of `--plot`: losses over each other, and the last perplexity and bytes as bars."""
+    panels = panels_of([read_run(run.folder, run.name) for run in runs], _LOSSES)
+    bars = {"Validation perplexity": "validation_perplexity", "Bytes sent by a worker": "bytes_sent_per_worker"}
+    for title, key in bars.items():
+        series = [
+            Series(run.name, [run.name], [run.summary[key]], color=PALETTE[number % len(PALETTE)])
+            for number, run in enumerate(runs)
+        ]
+        panels.append(Panel(title, "", title.lower(), series, kind="bar"))
+    return panels

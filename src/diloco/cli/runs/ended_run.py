@@ -49,7 +49,7 @@ def _invitations(runs: Path) -> "Iterator[tuple[Path, Invitation]]":
 
 
 def summary_of(folder: Path | None) -> Summary | None:
-    """Of a run that has ended on this machine; None if it has not, or if there is no such folder."""
+    """The summary of a run that has ended on this machine; None if it has not, or if there is no such folder."""
     if folder is None or is_training(folder):
         return None
     try:
@@ -65,7 +65,8 @@ def _is_complete(folder: Path) -> bool:
 
 def describe_end(folder: Path, summary: Summary) -> list[str]:
     """How the run ended here, one line each."""
-    steps, status = summary["inner_steps"], summary["status"]
+    steps = summary["inner_steps"]
+    status = summary["status"]
     if status == "complete":
         lines = [f"complete after {steps:,} steps ({folder})"]
     else:

@@ -12,8 +12,7 @@ from diloco.cli.display.comparison import names_of
 from diloco.errors import ConfigError
 from diloco.plots.figures import check_installed, check_path, draw, save
 from diloco.plots.panels import Panel
-from diloco.plots.plotted_run import read_run
-from diloco.plots.runs import panels_of
+from diloco.plots.runs import panels_of, read_run
 
 _OUT = Path("plots.svg")
 

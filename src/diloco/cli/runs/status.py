@@ -119,7 +119,7 @@ def _watch(console: Console, guest: "Guest", steps: int | None) -> None:
 
 
 def _summary_without_swarm(folder: Path) -> Summary:
-    """Of a run that is not a swarm's, whose folder knows it all once it has ended."""
+    """The summary of a run that is not a swarm's, whose folder knows it all once it has ended."""
     summary = summary_of(folder)
     if summary is not None:
         return summary
@@ -212,7 +212,7 @@ def _invitation(run: str, folder: Path | None) -> Any:
 
 
 def _steps(guest: "Guest") -> int | None:
-    """Of the whole run, as the members describe it; None if they do not."""
+    """The inner steps of the whole run, as the members describe it; None if they do not."""
     with TemporaryDirectory(prefix="diloco-") as temporary:
         path = Path(temporary) / RUN_JSON
         try:

@@ -23,7 +23,9 @@ from diloco.engines.rounds import RoundResult
 logger = logging.getLogger(__name__)
 
 FEWEST = 4
-DEVIATIONS, ERRORS, SHARE = 4.0, 6.0, 0.5
+DEVIATIONS = 4.0
+ERRORS = 6.0
+SHARE = 0.5
 _LATEST = 0.2  # the weight of the latest round in an average
 _LATEST_NOISE = 0.05
 _LEAST_DEVIATION = 0.01
@@ -39,7 +41,7 @@ class _Gap:
     error: float = 0.0
     """The variance of the average, as a share of that of one round."""
     variance: float = 0.0
-    """Of one round."""
+    """The variance of one round's gap."""
 
     def add(self, gap: float) -> None:
         surprise = gap - self.average

@@ -83,7 +83,8 @@ def _checkpoint(summary: Summary, steps: int) -> str:
 
 
 def _what(summary: Summary, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    model, tokenizer = options["model.name"], options.get("data.tokenizer")
+    model = options["model.name"]
+    tokenizer = options.get("data.tokenizer")
     start = f"the weights of {_public(model)}" if is_pretrained(model) else f"random weights, preset {model}"
     return [
         ("started from", start),
@@ -104,7 +105,7 @@ def _lora(summary: Summary, options: Mapping[str, Any]) -> str:
 
 
 def _shape(options: Mapping[str, Any]) -> str:
-    """Of a model that began with random weights; empty for others, whose config.json has it."""
+    """The shape of a model that began with random weights; empty for others, whose config.json has it."""
     given = {key.removeprefix("model."): value for key, value in options.items() if key.startswith("model.")}
     return ", ".join(f"{key} {value}" for key, value in given.items() if key != "name")
 
@@ -144,7 +145,7 @@ def _inner(options: Mapping[str, Any]) -> str:
 
 
 def _outer(options: Mapping[str, Any]) -> str:
-    """With its numbers, those included that the run file leaves to their defaults."""
+    """The outer optimizer with its numbers, those included that the run file leaves to their defaults."""
     name = options["outer.optimizer"]
     numbers = {key: options.get(f"outer.{key}", default) for key, default in OUTER_NUMBERS[name].items()}
     return ", ".join([name, *(f"{key} {value}" for key, value in numbers.items())])
@@ -153,7 +154,8 @@ def _outer(options: Mapping[str, Any]) -> str:
 def _result(summary: Summary) -> list[tuple[str, str]]:
     before, after = summary["initial_validation_perplexity"], summary["validation_perplexity"]
     start = f" (before: {before:,.2f})" if before is not None else ""
-    sent, baseline = summary["bytes_sent_per_worker"], summary["data_parallel_bytes_per_worker"]
+    sent = summary["bytes_sent_per_worker"]
+    baseline = summary["data_parallel_bytes_per_worker"]
     return [
         ("validation perplexity", f"{after:,.2f}{start}" if after is not None else "not measured"),
         ("sent by a worker", f"{_number(sent)} bytes (fp32 data-parallel training: {_number(baseline)})"),

@@ -61,7 +61,7 @@ class SamplePrompt(NamedTuple):
 
     tokens: list[int]
     text: str
-    """As it is shown."""
+    """The beginning as it is shown."""
     stop_tokens: frozenset[int] = frozenset()
     end: str = ""
     """The sample ends before this text."""
@@ -70,7 +70,8 @@ class SamplePrompt(NamedTuple):
 def sample_prompt(corpus: Corpus, config: RunConfig, tokenizer: Tokenizer) -> SamplePrompt:
     """`training.sample_prompt`, in a run on conversations as the user's message. If it is empty: the start of a text;
     if only answers are learnt, the first question of the validation text; else a greeting."""
-    given, end_of_text = config.training.sample_prompt, corpus.meta.end_of_text
+    given = config.training.sample_prompt
+    end_of_text = corpus.meta.end_of_text
     template = _template(corpus, config)
     end = "" if template is None else template.answer_end()
     first = tokenizer.encode_chats([end], special=True)[0][0][:1] if end else []
@@ -116,12 +117,16 @@ class Samples:
     """Samples during training (`training.sample_interval`), written by one worker of a machine."""
 
     def __init__(self, config: RunConfig, corpus: Corpus, model: LanguageModel, tell: Emit) -> None:
-        self._config, self._corpus, self._model, self._tell = config, corpus, model, tell
+        self._config = config
+        self._corpus = corpus
+        self._model = model
+        self._tell = tell
         self._last: int | None = None
 
     def after_step(self, step: int) -> float:
         """Write one if a multiple of the interval was reached or jumped over; the seconds that it took."""
-        interval, last = self._config.training.sample_interval, self._last
+        interval = self._config.training.sample_interval
+        last = self._last
         self._last = step
         if interval is None or step // interval <= (step - 1 if last is None else last) // interval:
             return 0.0

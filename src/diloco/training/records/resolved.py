@@ -26,7 +26,7 @@ from diloco.training.records.summary import versions
 def resolved_values(
     config: RunConfig, *, mode: Mode, model: LanguageModel, corpus: Corpus, device: str, precision: str, compiled: bool
 ) -> dict[str, Any]:
-    """By dotted key; None where there is nothing, as for a gradient norm that is not clipped."""
+    """The values by dotted key; None where there is nothing, as for a gradient norm that is not clipped."""
     values: dict[str, Any] = config.values()
     values |= {
         "device": device,

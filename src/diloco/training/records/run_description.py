@@ -40,11 +40,11 @@ class RunDescription:
     corpus: str
     """The digest of the text."""
     values: Mapping[str, Any]
-    """By dotted key."""
+    """The options by dotted key."""
     sample_prompt: str = ""
     """The founder's `training.sample_prompt`; empty if that is longer than 1,000 characters."""
     signature: str = ""
-    """Of the run's key over `lasting_bytes`, in hex."""
+    """The signature of the run's key over `lasting_bytes`, in hex."""
 
     @classmethod
     def of(cls, config: RunConfig, corpus_digest: str) -> "RunDescription":
@@ -89,7 +89,7 @@ class RunDescription:
         return cls(model, corpus, values, prompt, signature)
 
     def tokens(self) -> list[str]:
-        """As options of `diloco train`."""
+        """The values as options of `diloco train`."""
         given = {key: value for key, value in self.values.items() if value is not None or _default(key) is not None}
         return [f"--{key}={_word(value)}" for key, value in given.items()]
 

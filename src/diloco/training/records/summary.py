@@ -43,10 +43,12 @@ def summarize(config: RunConfig, history: RunHistory, error: str | None = None) 
     members = (spokesman.members if spokesman is not None else ()) or history.agreed
     steps = _steps(history, members)
     numbers = _numbers(config, history, members, steps)
-    compared_steps, compared_workers = max(steps.values(), default=0), numbers["workers"]
+    compared_steps = max(steps.values(), default=0)
+    compared_workers = numbers["workers"]
     if config.engine == "swarm":
         numbers |= _swarm_numbers(history, spokesman)
-        compared_steps, compared_workers = _steps_of_bytes(history), figures.usual_workers
+        compared_steps = _steps_of_bytes(history)
+        compared_workers = figures.usual_workers
     sent = numbers["bytes_sent_per_worker"]
     baseline = data_parallel_bytes(history.trainable_parameters, compared_steps, compared_workers)
     return {
@@ -131,8 +133,8 @@ def _swarm_numbers(history: RunHistory, spokesman: WorkerEndedEvent | None) -> S
 
 
 def _swarm_tokens(history: RunHistory, spokesman: WorkerEndedEvent | None) -> dict[int, int]:
-    """By worker, as all members have counted them; of a run that was killed, or of an earlier version, as far as this
-    machine has heard of them."""
+    """The tokens of each worker, as all members have counted them; in a run that was killed, or of an earlier version,
+    as far as this machine has heard of them."""
     if spokesman is not None and spokesman.tokens_by_worker:
         return {int(worker): tokens for worker, tokens in spokesman.tokens_by_worker.items()}
     own = {worker: work.tokens for worker, work in history.own_work.items()}
