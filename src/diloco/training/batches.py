@@ -35,7 +35,8 @@ class ShardReader:
     """Reads one worker's shards, batch by batch."""
 
     def __init__(self, corpus: Corpus, config: RunConfig, shards: Sequence[int]) -> None:
-        self._corpus, self._config = corpus, config
+        self._corpus = corpus
+        self._config = config
         self.shards = list(shards)
         self.masked = corpus.meta.masked
         """Whether the corpus has a loss mask: a token t that is not learnt is −1 − t."""
@@ -57,10 +58,13 @@ class ShardReader:
         unknown = [] if progress is None else [shard for shard in self.shards if shard not in progress]
         if progress is not None:
             progress = {shard: progress.get(shard, ShardProgress()) for shard in self.shards}
-        config, length = self._config, self._config.data.sequence_length
+        config = self._config
+        length = self._config.data.sequence_length
         batch = config.training.batch_size
         self._batches = WorkerBatches(self._corpus, length, batch, self.shards, config.seed, progress)
-        self._since, self._before, self.step = since, progress, since
+        self._since = since
+        self._before = progress
+        self.step = since
         return unknown
 
     def next(self) -> Int64:

@@ -52,7 +52,8 @@ class Precision:
             raise ConfigError(f"compute.precision = bf16, but {torch.cuda.get_device_name(device)} has none: use fp16")
         self.name = name = precision_name(name, device)
         self.dtype: torch.dtype | None = SHORT_TYPES.get(name)
-        self._device, self._ranks = device, ranks
+        self._device = device
+        self._ranks = ranks
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
     @property

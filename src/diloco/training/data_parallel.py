@@ -45,7 +45,10 @@ class DataParallel:
         restoring: bool = False,
     ) -> None:
         """`restoring`: a saved state is loaded right after, so no parameters are sent now."""
-        self.inner, self.engine, self.sync, self.weight = inner, engine, sync, weight
+        self.inner = inner
+        self.engine = engine
+        self.sync = sync
+        self.weight = weight
         tensors = model_tensors(model, inner, send_frozen=False)  # a LoRA's base: its digest is in `identity`
         self.parameters = tensors.averaged
         self._gradients = GradientMean(self.parameters, codec(sync.codec), sync.max_norm_ratio)
@@ -125,7 +128,8 @@ class DataParallel:
         def loaded() -> None:
             for name in _COUNTERS:
                 setattr(self, name, numbers[name])
-            self.report, self.stopping = Report(**numbers["report"] | {"stopping": False}), False
+            self.report = Report(**numbers["report"] | {"stopping": False})
+            self.stopping = False
 
         return {}, loaded
 

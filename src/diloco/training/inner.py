@@ -72,7 +72,8 @@ class BothOptimizers(torch.optim.Optimizer):
         """Both optimizers use the groups and the state of this one, so that a schedule sets both."""
         first, second = self._both
         count = len(first.param_groups)
-        first.param_groups, second.param_groups = self.param_groups[:count], self.param_groups[count:]
+        first.param_groups = self.param_groups[:count]
+        second.param_groups = self.param_groups[count:]
         first.state = second.state = self.state
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

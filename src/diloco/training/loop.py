@@ -86,9 +86,13 @@ class Training:
         self.leader = leader and engine.ranks.rank == 0
         self._saves = bool(engine.ranks.gather_numbers(self.leader)[0][0])  # all ranks of the leader's worker
         texts = texts if isinstance(texts, Texts) else Texts(texts)
-        self.config, self.corpus, self.engine, self.events = config, texts.shared, engine, events
+        self.config = config
+        self.corpus = texts.shared
+        self.engine = engine
+        self.events = events
         corpus = texts.shared
-        self.device, self.folder = device, folder
+        self.device = device
+        self.folder = folder
         self.reader = ShardReader(texts.read, config, self._starting_shards(texts))
         torch.manual_seed(config.seed)
         model = build_model(
@@ -137,7 +141,8 @@ class Training:
 
     def _place(self, model: LanguageModel) -> PlacedModel:
         """Bring a model that was built on the CPU to where it is trained."""
-        ranks, device = self.engine.ranks, self.device
+        ranks = self.engine.ranks
+        device = self.device
         if ranks.count == 1:
             return PlacedModel(model, device)
         from diloco.training.sharding import ReplicatedModel, ShardedModel
@@ -147,7 +152,8 @@ class Training:
         return ReplicatedModel(model, ranks, device)
 
     def _starting_shards(self, texts: Texts) -> list[int]:
-        engine, corpus = self.engine, texts.shared
+        engine = self.engine
+        corpus = texts.shared
         if not engine.elastic:
             check_disjoint(corpus, engine.workers)
             return worker_shards(corpus.shards, engine.worker, engine.workers)
@@ -164,15 +170,19 @@ class Training:
             )
         mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity, weight, restoring=restoring)
         loop = mode.averager
-        loop.on_post, loop.on_round, loop.on_cut = self._on_post, self._on_round, self._on_cut
+        loop.on_post = self._on_post
+        loop.on_round = self._on_round
+        loop.on_cut = self._on_cut
         return mode
 
     def _micro_batches(self, sharing: int) -> int:
         """Of a step: as given, one on the CPU, as few as fit on a GPU; then an event tells them."""
-        config, ranks = self.config, self.engine.ranks
+        config = self.config
+        ranks = self.engine.ranks
         if config.training.accumulation is not None or self.device.type != "cuda":
             return config.training.least_accumulation
-        length, budget = config.data.sequence_length, budget_bytes(self.device, sharing)
+        length = config.data.sequence_length
+        budget = budget_bytes(self.device, sharing)
         counts = choices(config.training.batch_size, ranks.count)
         activations, gradients, rest = self._estimated_memory()
         found = estimated(counts, activations, gradients + rest, budget)
@@ -204,7 +214,8 @@ class Training:
             logger.warning("the memory of a step cannot be estimated, so trials begin with a whole batch: %s", error)
             gradients = sum(4 * p.numel() for p in self.model.parameters() if p.requires_grad)
             return 0, gradients, torch.cuda.memory_allocated(self.device) + 2 * gradients
-        activations, gradients = memory[ACTIVATIONS], memory["gradients"]
+        activations = memory[ACTIVATIONS]
+        gradients = memory["gradients"]
         return activations, gradients, sum(memory.values()) - activations - gradients
 
     def _trial_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -216,9 +227,16 @@ class Training:
             return Validation(self.config, self.evaluator, self.engine, self.events, leader=self.leader)
         from diloco.training.swarm.validation import SwarmValidation
 
-        outer, stopped = self.mode.averager, lambda: self.stop_requested
+        outer = self.mode.averager
         assert isinstance(outer, OuterLoop), "RunConfig refuses a swarm in another mode"
-        return SwarmValidation(self.config, self.evaluator, outer, self.events, leader=self.leader, stopped=stopped)
+        return SwarmValidation(
+            self.config,
+            self.evaluator,
+            outer,
+            self.events,
+            leader=self.leader,
+            stopped=lambda: self.stop_requested,
+        )
 
     def _peers(self, texts: Texts) -> Peers:
         if not self.engine.elastic:
@@ -238,7 +256,8 @@ class Training:
 
     def run(self) -> None:
         """Train to the end or to a stop, whichever comes first; the last agreed parameters end up in model/."""
-        config, state = self.config, self.mode.averager
+        config = self.config
+        state = self.mode.averager
         self._tell_start()
         if self.leader:
             self.events.emit(CorpusEvent(**self.corpus.meta.event()))
@@ -314,7 +333,8 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._failures, self._open_step = list(state["failures"]), state["open_step"]
+        self._failures = list(state["failures"])
+        self._open_step = state["open_step"]
         self.log.load_state_dict(state)
         self.validation.load_state_dict(state)
 
@@ -324,7 +344,8 @@ class Training:
         ranks = self.engine.ranks
         self.peers.before_step()
         set_position(self.schedule, position)  # in a swarm it may have jumped
-        windows, parts = self.reader.next(), self.accumulation
+        windows = self.reader.next()
+        parts = self.accumulation
         batches, learnt = micro_batches(windows, ranks, parts, self.device, masked=self.reader.masked)
         self.mode.zero_grad()
         loss = torch.zeros((), device=self.device)
@@ -378,7 +399,8 @@ class Training:
             raise told from error
 
     def _tell(self, bad: BadLoss) -> LossNotFinite:
-        rate, last = self.inner.param_groups[0]["lr"], self.log.loss
+        rate = self.inner.param_groups[0]["lr"]
+        last = self.log.loss
         self.events.emit(LossNotFiniteEvent(step=bad.step, loss=str(bad), learning_rate=rate, last_loss=last))
         self._not_finite = LossNotFinite(self._why_to_end(bad, rate))
         return self._not_finite
@@ -428,7 +450,8 @@ class Training:
         if self.precision.loss_scale is None:  # a loss scale changes after the rounds, and cannot be taken back
             self._open_step = True
             self.checkpointer.before_cut()
-            self._open_step, self._saved_before_cut = False, True
+            self._open_step = False
+            self._saved_before_cut = True
 
     def _on_post(self, key: RoundKey) -> None:
         step = self.mode.averager.inner_steps
@@ -500,7 +523,8 @@ class Training:
             return self.save()
         except OSError as error:
             self.checkpoints.close()
-            step, saved = self.mode.averager.inner_steps, self.checkpoints.common_step
+            step = self.mode.averager.inner_steps
+            saved = self.checkpoints.common_step
             reason = error.strerror or str(error)
             self.events.emit(ModelFailedEvent(step=step, reason=reason))
             again = (

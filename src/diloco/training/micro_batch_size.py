@@ -49,7 +49,8 @@ def fewest_that_fit(
             larger = needed(counts[at - 1])
             if larger is None or larger > budget:
                 break
-            used, at = larger, at - 1
+            used = larger
+            at = at - 1
         return counts[at]
     for count in counts[at + 1 :]:
         used = needed(count)

@@ -39,12 +39,14 @@ class MicroBatch(NamedTuple):
         if not masked:
             windows = windows.to(device)
             return cls(windows[:, :-1], windows[:, 1:], windows[:, 1:].numel())
-        inputs, targets = windows[:, :-1], windows[:, 1:]
+        inputs = windows[:, :-1]
+        targets = windows[:, 1:]
         learnt = (targets.flatten() >= 0).nonzero().squeeze(1)
         tokens = len(learnt)
         scale = 1.0 if mean_tokens is None else tokens / max(mean_tokens, 1e-9)
         if not tokens:  # the model computes a loss all the same, since other ranks may wait for this one
-            learnt, scale = torch.arange(targets.numel()), 0.0
+            learnt = torch.arange(targets.numel())
+            scale = 0.0
         return cls(_numbers(inputs).to(device), _numbers(targets).to(device), tokens, learnt.to(device), scale)
 
     def loss(self, model_loss: Loss) -> Tensor:

@@ -263,4 +263,5 @@ class DataParallelMode(Mode):
 
     def start_from_anchor(self) -> None:
         """The parameters are the same on all workers; the counts are another worker's."""
-        self.averager.bytes_sent, self.averager.sync_seconds = 0, 0.0
+        self.averager.bytes_sent = 0
+        self.averager.sync_seconds = 0.0

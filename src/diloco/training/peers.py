@@ -67,7 +67,8 @@ class FixedPeers(Peers):
     """A fixed set of workers, which start and end together."""
 
     def __init__(self, config: RunConfig, engine: Connection) -> None:
-        self._config, self._engine = config, engine
+        self._config = config
+        self._engine = engine
 
     def check_progress(self, failures: list[str], loss: float | None) -> None:  # noqa: ARG002 - failures say it
         if len(failures) >= FAILURES_IN_A_ROW:

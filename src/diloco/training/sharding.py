@@ -60,7 +60,8 @@ def shard(
     """FSDP2 over a worker's ranks: every item of a list of modules (a block) by itself, then what is left."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh, policy = ranks.mesh(device.type), policy or MixedPrecisionPolicy()
+    mesh = ranks.mesh(device.type)
+    policy = policy or MixedPrecisionPolicy()
     for block in reversed(blocks(model)):  # a list within a block comes before it
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

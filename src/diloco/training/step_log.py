@@ -81,8 +81,12 @@ class StepLog:
         ranks: WorkerRanks,
         events: EventLog,
     ) -> None:
-        self._config, self._mode, self._evaluator, self._precision = config, mode, evaluator, precision
-        self._ranks, self._events = ranks, events
+        self._config = config
+        self._mode = mode
+        self._evaluator = evaluator
+        self._precision = precision
+        self._ranks = ranks
+        self._events = events
         self.loss: float | None = None
         self._joined_at = 0  # steps of an earlier worker that count as none of this one's
         self._seconds_before = 0.0  # of earlier starts
@@ -92,21 +96,26 @@ class StepLog:
 
     def begin(self, *, compiled: bool) -> None:
         """Training begins now; evaluations before do not count."""
-        self._started, self._evaluator.seconds = time.monotonic(), 0.0
-        self._logged, self._first = self._mode.averager.inner_steps, time.monotonic()
+        self._started = time.monotonic()
+        self._evaluator.seconds = 0.0
+        self._logged = self._mode.averager.inner_steps
+        self._first = time.monotonic()
         self._events.emit(StartingEvent(doing="compiling" if compiled else "first step"))
 
     def restart(self) -> None:
         """The state that was loaded is another worker's: its steps and seconds are not this one's."""
-        self._joined_at, self._seconds_before = self._mode.steps_taken, 0.0
+        self._joined_at = self._mode.steps_taken
+        self._seconds_before = 0.0
 
     def due(self, step: int) -> bool:
         """At every multiple of the interval, and at the last step: a short run has a loss too."""
-        interval, last = self._config.training.log_interval, self._config.steps
+        interval = self._config.training.log_interval
+        last = self._config.steps
         return step // interval > self._logged // interval or step >= last > self._logged
 
     def log(self, step: int, loss: Tensor, norm: Tensor | None, rate: float) -> None:
-        self._logged, state = step, self._mode.averager
+        self._logged = step
+        state = self._mode.averager
         self.loss = self._ranks.sums(loss.item())[0] / self._ranks.count
         self._events.emit(
             StepEvent(
@@ -141,7 +150,9 @@ class StepLog:
         return {"elapsed_seconds": self.seconds(), "loss": self.loss, "joined_at": self._joined_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._seconds_before, self.loss, self._joined_at = state["elapsed_seconds"], state["loss"], state["joined_at"]
+        self._seconds_before = state["elapsed_seconds"]
+        self.loss = state["loss"]
+        self._joined_at = state["joined_at"]
 
 
 def _norm_value(norm: Tensor) -> float:

@@ -57,7 +57,11 @@ class Evaluator:
         accumulation: int,
     ) -> None:
         """`accumulation`: a batch has as many rows as a step's micro-batches, of which there are so many."""
-        self._config, self._corpus, self._model, self._precision, self._ranks = config, corpus, model, precision, ranks
+        self._config = config
+        self._corpus = corpus
+        self._model = model
+        self._precision = precision
+        self._ranks = ranks
         self._share_tokens: dict[tuple[int, int], int] = {}
         self._accumulation = accumulation
         self.seconds = 0.0
@@ -73,8 +77,10 @@ class Evaluator:
         if (index, shares) not in self._share_tokens:
             if len(self._share_tokens) >= _MOST_COUNTED:
                 self._share_tokens.clear()
-            length, limit = self._config.data.sequence_length, self._config.training.eval_windows
-            masked, cpu = self._corpus.meta.masked, torch.device("cpu")
+            length = self._config.data.sequence_length
+            limit = self._config.training.eval_windows
+            masked = self._corpus.meta.masked
+            cpu = torch.device("cpu")
             windows = validation_batches(self._corpus, length, _BATCH, index, shares, limit)
             counts = [MicroBatch.of(torch.from_numpy(rows), cpu, masked=masked).tokens for rows in windows]
             self._share_tokens[index, shares] = int(sum(counts))
@@ -82,9 +88,11 @@ class Evaluator:
 
     def measure(self, index: int, shares: int, stopped: Callable[[], bool] | None = None) -> Evaluation:
         """The share of the validation windows with this index, of so many shares."""
-        started, config = time.monotonic(), self._config
+        started = time.monotonic()
+        config = self._config
         share = (index, shares, config.training.eval_windows)
-        batch, length = max(1, config.training.batch_size // self._accumulation), config.data.sequence_length
+        batch = max(1, config.training.batch_size // self._accumulation)
+        length = config.data.sequence_length
         with self._precision.autocast():
             result = evaluate(self._model, self._corpus, length, batch, share, self._ranks, stopped)
         self.seconds += time.monotonic() - started
@@ -142,7 +150,10 @@ class Validation:
     def __init__(
         self, config: RunConfig, evaluator: Evaluator, engine: Connection, events: EventLog, *, leader: bool
     ) -> None:
-        self._config, self._evaluator, self._engine, self._events = config, evaluator, engine, events
+        self._config = config
+        self._evaluator = evaluator
+        self._engine = engine
+        self._events = events
         self._leader = leader
         self.announced_step = -1
 

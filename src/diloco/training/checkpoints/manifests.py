@@ -64,7 +64,9 @@ class Manifest:
         data = path.read_bytes()
         try:
             whole = json.loads(data)
-            version, digest, body = whole["format"], whole["sha256"], whole["body"]
+            version = whole["format"]
+            digest = whole["sha256"]
+            body = whole["body"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"it is cut or changed ({error})") from error
         if version != FORMAT:
@@ -168,7 +170,8 @@ def numbered(folder: Path, before: str, after: str) -> list[tuple[int, Path]]:
 
 def find_checkpoints(run_folder: Path) -> tuple[list[Checkpoint], list[Damage]]:
     """The complete checkpoints of all workers here, oldest first, and damaged manifests. Reads no tensors."""
-    complete, damage = [], []
+    complete = []
+    damage = []
     for _, _, folder in worker_folders(run_folder):
         manifests = []
         for _, path in numbered(folder, "rank-", ".json"):

@@ -185,7 +185,8 @@ def check_steps(checkpoint: Checkpoint, steps: int) -> None:
 
 def check_same_run(checkpoint: Checkpoint, lasting: Mapping[str, Any]) -> None:
     """Refuse to resume with another value of what must stay the same (`RunConfig.lasting`)."""
-    saved, now = checkpoint.manifests[0].config, json.loads(json.dumps(dict(lasting)))
+    saved = checkpoint.manifests[0].config
+    now = json.loads(json.dumps(dict(lasting)))
     other = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     if other == ["model"]:
         parts = differing_parts(saved["model"], now["model"])
@@ -204,7 +205,8 @@ def check_same_run(checkpoint: Checkpoint, lasting: Mapping[str, Any]) -> None:
 def differing_parts(saved: str, now: str) -> str:
     """In what two models' descriptions differ: the keys, if they are JSON objects with some that are the same."""
     try:
-        before, after = json.loads(saved), json.loads(now)
+        before = json.loads(saved)
+        after = json.loads(now)
         keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     except (ValueError, AttributeError):  # our own transformer describes itself in other words
         return f"{saved} and {now}"

@@ -82,7 +82,11 @@ class CheckpointStore:
         emit: Emit,
     ) -> None:
         """`lasting` is the configuration that a run must share with this one to resume from these checkpoints."""
-        self.folder, self.owner, self.config, self.lasting, self._emit = run_folder, owner, config, lasting, emit
+        self.folder = run_folder
+        self.owner = owner
+        self.config = config
+        self.lasting = lasting
+        self._emit = emit
         self.failed = 0
         """Checkpoints that were not written: the disk was full, or too slow."""
         self.attempt = 1
@@ -153,7 +157,8 @@ class CheckpointStore:
 
     def became_due(self, due: int) -> bool:
         """In a swarm, where a worker's step may jump: whether more checkpoints are due than at the last call."""
-        before, self._due = self._due, due
+        before = self._due
+        self._due = due
         return before is not None and due > before
 
     def close(self) -> None:
@@ -189,7 +194,8 @@ class CheckpointStore:
         self, folder: Path, step: int, moment: Moment, tensors: Mapping[str, TensorPieces], state: Numbers
     ) -> int:
         owner = self.owner
-        path, manifest = folder / f"rank-{owner.rank}{SUFFIX}", manifest_path(folder, owner.rank)
+        path = folder / f"rank-{owner.rank}{SUFFIX}"
+        manifest = manifest_path(folder, owner.rank)
         make_folder(folder)
         with replace_file(path, durable=True) as file:
             write_tensors(file, tensors)
@@ -254,7 +260,8 @@ class CheckpointStore:
 
     def begin(self, attempt: int, start: Checkpoint | None) -> None:
         """Begin a start of the run; remove what an earlier start saved after `start`, since it may differ now."""
-        self.attempt, self._started_from = attempt, None if start is None else start.step
+        self.attempt = attempt
+        self._started_from = None if start is None else start.step
         if self.owner.rank:
             return
         for step, worker, folder in worker_folders(self.folder):
@@ -273,7 +280,8 @@ class CheckpointStore:
             return
         complete, damage = find_checkpoints(self.folder)
         kept = [c.step for c in complete if c.worker == self.owner.worker][-self.config.keep :]
-        whole, damaged = {c.folder for c in complete}, {one.path.parent for one in damage}
+        whole = {c.folder for c in complete}
+        damaged = {one.path.parent for one in damage}
         all_ranks_at = min(self.latest, self.common_step)
         for step, worker, folder in worker_folders(self.folder):
             if not self._owns(worker) or folder in damaged:

@@ -104,7 +104,8 @@ def _plan_copies(
     if saved is None or saved.shape != tensor.shape:
         found = "is missing" if saved is None else f"has the shape {saved.shape}"
         raise CheckpointError(f"'{name}' {found} in the checkpoint, but {tensor.shape} is needed here")
-    copies, read = [], 0
+    copies = []
+    read = 0
     for piece in tensor.pieces:
         for offsets, stored in saved.pieces.items():
             both = _overlap(piece.offsets, piece.tensor.shape, offsets, stored.sizes)

@@ -53,8 +53,12 @@ class WorkerState:
         parts: Mapping[str, HasState],
         rank: int = 0,
     ) -> None:
-        self.model, self.inner, self.schedule, self.mode = model, inner, schedule, mode
-        self.parts, self.rank = dict(parts), rank
+        self.model = model
+        self.inner = inner
+        self.schedule = schedule
+        self.mode = mode
+        self.parts = dict(parts)
+        self.rank = rank
 
     # Saving
 
@@ -229,7 +233,8 @@ class Checkpointer:
 
     def load(self, start: Start) -> dict[str, Any]:
         """Load the state of `start` and begin there; returns the fields of the event `resumed`."""
-        checkpoint, owner = start.checkpoint, self.checkpoints.owner
+        checkpoint = start.checkpoint
+        owner = self.checkpoints.owner
         fields: dict[str, Any] = {"step": 0, "rounds": 0, "new": False, "steps_before": None}
         fields |= {"workers": owner.workers or 0, "workers_before": start.workers_before}
         if checkpoint is not None:
@@ -252,10 +257,12 @@ class Checkpointer:
 
     def _notes(self, start: Start) -> list[str]:
         """What the user should know of this start; worker 0 says what concerns all workers."""
-        owner, checkpoint = self.checkpoints.owner, start.checkpoint
+        owner = self.checkpoints.owner
+        checkpoint = start.checkpoint
         if checkpoint is None:
             return ["there is no checkpoint yet: the run starts again at its first step"] if owner.worker == 0 else []
-        before, notes = checkpoint.moment.workers, []
+        before = checkpoint.moment.workers
+        notes = []
         if owner.workers is None:
             return []
         if owner.worker >= before:

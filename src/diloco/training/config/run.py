@@ -298,7 +298,8 @@ class RunConfig:
             raise ConfigError(
                 f"compute.sharding = {self.compute.sharding} has no effect on workers of one rank: add --ranks 2, say"
             )
-        rows, accumulation = self.training.batch_size, self.training.least_accumulation
+        rows = self.training.batch_size
+        accumulation = self.training.least_accumulation
         for size in map(int, self.ranks.split(",")):
             if rows % (size * accumulation):
                 raise ConfigError(
@@ -374,9 +375,11 @@ class RunConfig:
 
     def evaluation_due(self, step: int) -> bool:
         """Whether a fixed set of workers evaluates after this step: after rounds, which count from the warm start."""
-        warm_start, interval = self.sync.warm_start, self.eval_interval
+        warm_start = self.sync.warm_start
+        interval = self.eval_interval
         if self.sync.dynamic_steps and step > warm_start:
-            since, H = step - warm_start, self.sync.num_inner_steps
+            since = step - warm_start
+            H = self.sync.num_inner_steps
             return self._ends_turn(step) and since // interval > (since - H) // interval
         return (step if step <= warm_start else step - warm_start) % interval == 0
 
@@ -400,7 +403,8 @@ class RunConfig:
             return self._ends_turn(step) and self.checkpoints_until(step) > self.checkpoints_until(before)
         if self.checkpoint.interval is not None:
             return self.checkpoint.interval > 0 and step % self.checkpoint.interval == 0
-        warm_start, interval = self.sync.warm_start, self._checkpoint_interval()
+        warm_start = self.sync.warm_start
+        interval = self._checkpoint_interval()
         if step <= warm_start:
             return step % interval == 0
         after_round = step - warm_start - self.sync.overlap_steps  # what was posted is merged: nothing to wait for
@@ -410,7 +414,8 @@ class RunConfig:
         """How many are due by then, for workers that may jump over a step."""
         if self.checkpoint.interval is not None:
             return step // self.checkpoint.interval if self.checkpoint.interval else 0
-        warm_start, interval = self.sync.warm_start, self._checkpoint_interval()
+        warm_start = self.sync.warm_start
+        interval = self._checkpoint_interval()
         return min(step, warm_start) // interval + max(0, step - warm_start - self.sync.overlap_steps) // interval
 
     def _checkpoint_interval(self) -> int:

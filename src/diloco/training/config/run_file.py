@@ -315,7 +315,8 @@ def _with_lora_rank(tokens: Sequence[str]) -> list[str]:
     if "--lora" not in tokens:
         return list(tokens)
     at = tokens.index("--lora")
-    before, after = list(tokens[:at]), list(tokens[at + 1 :])
+    before = list(tokens[:at])
+    after = list(tokens[at + 1 :])
     if after and after[0].isdecimal():
         return [*before, f"--lora.rank={after[0]}", *after[1:]]
     has_rank = any(token.partition("=")[0] in ("--lora.rank", "--lora-rank") for token in [*before, *after])
@@ -428,7 +429,8 @@ def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str
             continue
         lines += ["", f"[{table}]"] if table else []
         for name in own_fields(section):
-            value, default = getattr(section, name), getattr(type(section), name)
+            value = getattr(section, name)
+            default = getattr(type(section), name)
             if value is None and default is not None:
                 value = "none"
             if value is not None or comments:

@@ -36,7 +36,10 @@ class SharedCores:
 
     def __init__(self, set_threads: Callable[[int], None], tell: Emit, *, fixed: int | None, folder: Path) -> None:
         """`set_threads`: applies a number in this thread. `fixed`: the number that the user has chosen."""
-        self._set_threads, self._tell, self._fixed, self._folder = set_threads, tell, fixed, folder
+        self._set_threads = set_threads
+        self._tell = tell
+        self._fixed = fixed
+        self._folder = folder
         self._file: int | None = None
         self._counted_at = 0.0
         self._workers = 0

@@ -161,7 +161,8 @@ class FixedWorkers(WayToStart):
         check_resumable(folder, range(self.config.workers), self.config, self.corpus.digest)
 
     def run(self, folder: Path, observer: Observer) -> EndedRun:
-        sizes, resumed = self.config.sizes(), self.resume is not None
+        sizes = self.config.sizes()
+        resumed = self.resume is not None
         ranks = [LocalRank(n, sizes, folder, self.corpus.folder, os.getpid(), resumed) for n in range(sum(sizes))]
         workers = LocalWorkers(self.config, ranks, EndTogether(self.config, folder))
         return run_to_end(self.config, folder, workers, observer, resumed=resumed)
@@ -197,7 +198,8 @@ class _DiskWatch:
     """Tells the user when the run folder's disk is full: the log, from which the display is made, stops then."""
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
-        self._folder, self._note = folder, note
+        self._folder = folder
+        self._note = note
         self._looked = time.monotonic()
         self._full = False
 
@@ -373,7 +375,8 @@ def load_features(config: RunConfig) -> LoadFeatures:
 def check_data(config: RunConfig, corpus: Corpus, workers: int) -> None:
     """Refuse a corpus that is too small for these workers, or does not fit the model, before a worker is started."""
     check_disjoint(corpus, workers)
-    length, batch = config.data.sequence_length, config.training.batch_size
+    length = config.data.sequence_length
+    batch = config.training.batch_size
     for worker in range(workers):
         WorkerBatches(corpus, length, batch, worker_shards(corpus.shards, worker, workers), config.seed)
     check_validation(corpus, length, config.training.eval_windows)

@@ -97,7 +97,8 @@ class SwarmWorkers(WayToStart):
     def run(self, folder: Path, observer: Observer) -> EndedRun:
         from diloco.swarm.trust.run_owner import check_seats, give_seats, may_invite
 
-        config, swarm = self.config, folder / SWARM_FOLDER
+        config = self.config
+        swarm = folder / SWARM_FOLDER
         names = [worker_name(index) for index in range(config.workers)]
         check_seats(swarm, names)
         if may_invite(swarm):
@@ -152,7 +153,8 @@ class SwarmFounder(SwarmWorkers):
 
     def check_resumable(self, folder: Path) -> None:
         """Also renews the description for joiners: `steps` may have changed."""
-        swarm, digest = folder / SWARM_FOLDER, self.text.shared.digest
+        swarm = folder / SWARM_FOLDER
+        digest = self.text.shared.digest
         if not (swarm / RUN_KEY_FILE).exists() and not any(swarm.glob(INVITATION_FILES)):
             raise ConfigError(f"{folder} has no {SWARM_FOLDER}/{INVITATION_FILES}: it is not a run of a swarm")
         for checkpoint in find_checkpoints(folder)[0][-1:]:
@@ -254,7 +256,8 @@ def _write_description(swarm: Path, description: RunDescription) -> None:
     from diloco.swarm.trust.run_key import RunKey
     from diloco.swarm.trust.signatures import sign
 
-    path, signature = swarm / RUN_JSON, ""
+    path = swarm / RUN_JSON
+    signature = ""
     if (swarm / RUN_KEY_FILE).exists():
         signature = sign(RunKey.load(swarm / RUN_KEY_FILE).seed, "run", description.lasting_bytes()).hex()
     elif path.exists():
@@ -267,7 +270,8 @@ def _write_description(swarm: Path, description: RunDescription) -> None:
 
 def _fetch_description(guest: "Guest") -> RunDescription:
     """Fetched from every member that answered."""
-    descriptions, problem = [], ConfigError("no member of the swarm has told what it trains: try again")
+    descriptions = []
+    problem = ConfigError("no member of the swarm has told what it trains: try again")
     with TemporaryDirectory(prefix="diloco-") as temporary:
         path = Path(temporary) / RUN_JSON
         for first in range(guest.hosts):
@@ -325,14 +329,16 @@ def receive_text(
     hosts: int = 1,
 ) -> tuple[RunConfig, SwarmText]:
     """Fetch what this machine needs of the text and does not have, from any of the `hosts` that `fetch` knows."""
-    digest, folder = description.corpus, received_corpus_folder(config.data, description.corpus)
+    digest = description.corpus
+    folder = received_corpus_folder(config.data, description.corpus)
     own_text = config.data.source != SWARM_TEXT
     try:
         shared = find_corpus(config.data, digest)
         if shared is None:
             meta = _fetch_meta(folder, digest, fetch, hosts)
         else:
-            meta, folder = shared.meta, shared.folder
+            meta = shared.meta
+            folder = shared.folder
         check_room(config, meta.vocab_size)
         shards = [] if own_text else _future_shards(len(meta.shard_tokens), members, config.workers)
         check_space(folder, bytes_to_receive(folder, meta, shards), "the text")
@@ -381,7 +387,8 @@ def check_network(config: RunConfig) -> None:
 
 def check_text(config: RunConfig, text: SwarmText) -> None:
     """Refuse text that is too little for these workers, or does not fit the model, before a worker is started."""
-    length, batch = config.data.sequence_length, config.training.batch_size
+    length = config.data.sequence_length
+    batch = config.training.batch_size
     read = text.own or text.shared
     for index in range(config.workers):
         shards = [shard for shard in shards_of(read.shards, index, config.workers) if read.has(shard)]

@@ -90,7 +90,8 @@ class SwarmEvents:
 
     def into(self, log: EventLog) -> None:
         with self._lock:
-            self._log, early = log, self._early
+            self._log = log
+            early = self._early
         for type_, fields in early:  # members met before this worker had its number were there already
             self._emit(type_, fields | ({"already": True} if type_ == "member_joined" else {}))
 

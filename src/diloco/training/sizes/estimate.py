@@ -192,7 +192,8 @@ def estimate(
 def _mean_round_steps(config: RunConfig) -> float:
     if config.mode != "diloco":
         return 1.0
-    H, steps = config.sync.num_inner_steps, config.steps - config.sync.warm_start
+    H = config.sync.num_inner_steps
+    steps = config.steps - config.sync.warm_start
     return float(H) if config.sync.growth is None or steps <= 0 else steps / num_rounds(config)
 
 
@@ -203,7 +204,8 @@ def round_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) ->
     """Bytes that a worker sends until every fragment has been averaged once: every H inner steps, or at every step."""
     if workers == 1:
         return 0
-    vectors, moments = encoded_vectors(config, shapes), moments_vectors(config, shapes)
+    vectors = encoded_vectors(config, shapes)
+    moments = moments_vectors(config, shapes)
     if config.sync.asynchronous and config.mode == "diloco":  # to worker 0, which sends anchors in fp32 back
         return sum(vector.num_bytes for vector in vectors) + HEADER_BYTES
     headers = (len(vectors) + len(moments)) * HEADER_BYTES * (workers - 1)

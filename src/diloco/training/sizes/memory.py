@@ -112,7 +112,9 @@ def process_memory(
 
 def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Place, averaged: int) -> list[Held]:
     """Return what averaging needs: anchors and what is kept beside them, and what travels."""
-    sync, swarm, copy = config.sync, config.engine == "swarm", _FP32 * averaged
+    sync = config.sync
+    swarm = config.engine == "swarm"
+    copy = _FP32 * averaged
     vectors = encoded_vectors(config, shapes, place.ranks)
     moments = [] if place.alone and not swarm else moments_vectors(config, shapes)
     encoded = sum(
@@ -198,7 +200,8 @@ def _activations(config: RunConfig, outline: LanguageModel, place: Place, vocab_
     """Of one micro-batch. Gradients count in full beside them, though they are freed before a forward pass: malloc
     and the GPU's allocator reuse little of the one's memory for the other."""
     rows = max(1, config.training.batch_size // place.ranks // config.training.least_accumulation)
-    length, short = config.data.sequence_length, place.precision in ("bf16", "fp16")
+    length = config.data.sequence_length
+    short = place.precision in ("bf16", "fp16")
     if isinstance(outline, NativeModel):
         wanted = config.compute.compile
         large = outline.config.num_parameters() >= WORTH_COMPILING
@@ -273,7 +276,8 @@ def traced_peak(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    fake, live = FakeTensorMode(allow_non_fake_inputs=True), _LiveBytes()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    live = _LiveBytes()
     cast: AbstractContextManager[Any] = nullcontext() if precision is None else torch.autocast("cpu", precision)
     with fake:
         model = build()
@@ -314,7 +318,8 @@ class _LiveBytes(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key in self._known:
             return
 

@@ -44,7 +44,8 @@ class DiskUse:
 def saved_copies(config: RunConfig) -> int:
     """How many fp32 copies of the parameters a worker's checkpoint holds at most: parameters, moments, anchor,
     outer state, error feedback, starts of eager updates, and the means of rounds that travel when it is saved."""
-    sync, states = config.sync, 0 if config.sync.asynchronous else OUTER_STATES[config.outer.optimizer]
+    sync = config.sync
+    states = 0 if config.sync.asynchronous else OUTER_STATES[config.outer.optimizer]
     outer = 1 + states + (sync.feedback_decay is not None) + eager_copies(config)
     in_flight = sync.outer_overlap != "none" or sync.overlap_steps > 0  # of fragments: at most all of them
     return 1 + _INNER_STATES + (outer + in_flight if config.mode == "diloco" else 0)
@@ -156,7 +157,8 @@ def _container_available(cgroup: Path) -> int | None:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         try:
-            most, now = int((cgroup / limit).read_text()), int((cgroup / used).read_text())
+            most = int((cgroup / limit).read_text())
+            now = int((cgroup / used).read_text())
             values = dict(line.split()[:2] for line in (cgroup / stat).read_text().splitlines())
         except (OSError, ValueError):  # there is none, or it is "max"
             continue

@@ -131,9 +131,13 @@ class SwarmPeers(Peers):
         outer: ElasticLoop,
         events: EventLog,
     ) -> None:
-        self._config, self._engine, self._events = config, engine, events
+        self._config = config
+        self._engine = engine
+        self._events = events
         self._swarm = engine if isinstance(engine, Swarm) else None
-        self._reader, self._validation, self._outer = reader, validation, outer
+        self._reader = reader
+        self._validation = validation
+        self._outer = outer
         self._thread = threading.get_ident()
         length = config.data.sequence_length
         self.claims = ShardClaims(texts.shared, length, engine.worker, own_text=texts.own is not None)
@@ -145,16 +149,21 @@ class SwarmPeers(Peers):
         self._failing_since: float | None = None
         self._refusals = 0  # of this worker's contributions, in a row
         self._last_step = time.monotonic()
-        self._step_seconds, self._tokens, self._loss = 0.0, 0, math.nan
+        self._step_seconds = 0.0
+        self._tokens = 0
+        self._loss = math.nan
         self._listed = 0.0
         self._stopped: Callable[[], bool] = lambda: False
         self.tokens = TokenCounts()
         outer.tells_progress = False  # this does, with the tokens of the run
-        outer.note, outer.on_resync = self._write_note, self._on_resync
+        outer.note = self._write_note
+        outer.on_resync = self._on_resync
 
     def begin(self, *, joined: bool, stopped: Callable[[], bool]) -> None:
         """The present members share the text out; at the first step of a run, wait until min_workers are there."""
-        outer, self._thread, self._stopped = self._outer, threading.get_ident(), stopped
+        outer = self._outer
+        self._thread = threading.get_ident()
+        self._stopped = stopped
         outer.end_at(self._config.steps)
         if joined:
             self._events.emit(JoinedEvent(step=outer.inner_steps, rounds=outer.sequence))
@@ -173,7 +182,8 @@ class SwarmPeers(Peers):
         there, however long that takes."""
         if self._outer.inner_steps != self._config.sync.warm_start:
             return
-        wanted, reported = self._config.swarm.min_workers, -1
+        wanted = self._config.swarm.min_workers
+        reported = -1
         while (here := len(present(self._engine))) < wanted and not self._stopped():
             if here != reported:
                 self._events.emit(WaitingEvent(present=here, wanted=wanted))
@@ -191,7 +201,8 @@ class SwarmPeers(Peers):
         """A worker that resumes alone has other shards than before."""
         self.tokens.load_state_dict(state.get("token_counts", {}))  # an earlier version saved none
         self.claims.learn({int(shard): ShardProgress(*read) for shard, read in state["read"].items()})
-        known, mine = self.claims.known, self._reader.progress()
+        known = self.claims.known
+        mine = self._reader.progress()
         if not self.claims.own_text and any(known.get(shard, read) != read for shard, read in mine.items()):
             self._reader.take(known)
 
@@ -214,7 +225,8 @@ class SwarmPeers(Peers):
         self._last_step = now
         if self._noted != self._validation.announced_step:  # a joiner gets the latest figure with the state
             self._write_note()
-        self._tokens, self._loss = tokens, math.nan if loss is None else loss
+        self._tokens = tokens
+        self._loss = math.nan if loss is None else loss
         self._tell_progress()
 
     def _tell_progress(self) -> None:

@@ -44,7 +44,10 @@ class ShardClaims:
     """The shards of one worker. Used in the training thread only."""
 
     def __init__(self, corpus: Corpus, sequence_length: int, worker: int, *, own_text: bool) -> None:
-        self._corpus, self._length, self._worker, self.own_text = corpus, sequence_length, worker, own_text
+        self._corpus = corpus
+        self._length = sequence_length
+        self._worker = worker
+        self.own_text = own_text
         self.known: dict[int, ShardProgress] = {}
         """How far each shard has been read, as far as this worker knows."""
         self._apart: set[int] = {worker} if own_text else set()  # members with their own text
@@ -135,7 +138,9 @@ class ShardFetcher:
     """Fetches missing shards one after another in a thread; those that failed can be tried again after a while."""
 
     def __init__(self, corpus: Corpus, fetch: Fetch, tell: Emit) -> None:
-        self._corpus, self._fetch, self._tell = corpus, fetch, tell
+        self._corpus = corpus
+        self._fetch = fetch
+        self._tell = tell
         self._thread: threading.Thread | None = None
         self._not_before = 0.0
         self._failure = ""
@@ -154,7 +159,8 @@ class ShardFetcher:
             self._thread.start()
 
     def _run(self, shards: Sequence[int]) -> None:
-        failed, reason = [], ""
+        failed = []
+        reason = ""
         for shard in shards:
             name = shard_name(shard)
             try:

@@ -81,7 +81,8 @@ class SwarmValidation(Validation):
     ) -> None:
         """`stopped`: this worker is to end, and measures nothing more."""
         super().__init__(config, evaluator, outer.engine, events, leader=leader)
-        self._outer, self._stopped = outer, stopped
+        self._outer = outer
+        self._stopped = stopped
         self._figure: Evaluation | None = None  # of announced_step
         self._last: _Round | None = None  # the last merged round
         self._due: _Round | None = None  # to be measured now
@@ -104,7 +105,8 @@ class SwarmValidation(Validation):
         self._hear(members)
         self._go_on_without_withheld(sequence, {member.worker for member in members})
         self._hear_figures(notes)
-        schedule, interval = self._outer.schedule, self._config.eval_interval
+        schedule = self._outer.schedule
+        interval = self._config.eval_interval
         step = schedule.post_step(sequence)
         self._last = _Round(sequence, step, tuple(sorted(member.worker for member in members)))
         due = step // interval > max(0, self.announced_step) // interval and step < self._config.steps
@@ -123,7 +125,8 @@ class SwarmValidation(Validation):
 
     def measure(self, mode: Mode) -> None:
         assert self._due is not None
-        due, self._due = self._due, None
+        due = self._due
+        self._due = None
         with mode.outer_parameters():
             result = self._evaluator.measure(*self._share(due), self._stopped)
         if not self._stopped():
@@ -143,7 +146,8 @@ class SwarmValidation(Validation):
     def announce_end(self) -> None:
         """After the confirmation: shares that are missing are of workers that are gone; the leader measures them."""
         self._hear(self._engine.members())
-        step, last = self._config.steps, self._last
+        step = self._config.steps
+        last = self._last
         if self.announced_step >= step or self._outer.inner_steps < step or self._stopped() or not self._leader:
             return
         shares = dict(self._open[step].shares) if step in self._open else {}
