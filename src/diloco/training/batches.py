@@ -74,7 +74,7 @@ class ShardReader:
         return batch
 
     def progress(self) -> dict[int, ShardProgress]:
-        """How far every shard has been read."""
+        """Return how far every shard has been read."""
         return self._batches.progress(self.step - self._since)
 
     @property

@@ -36,7 +36,7 @@ SHORT_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def precision_name(name: str, device: torch.device) -> str:
-    """What `auto` means on this device; any other name unchanged."""
+    """Return what `auto` means on this device; any other name unchanged."""
     if name != "auto":
         return name
     return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
@@ -66,7 +66,7 @@ class Precision:
         return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Around every forward pass."""
+        """Return the context of every forward pass."""
         return nullcontext() if self.dtype is None else torch.autocast(self._device.type, self.dtype)
 
     def backward(self, loss: Tensor) -> None:
@@ -116,7 +116,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: every item of a list of modules."""
+    """Return the repeated parts of a model: every item of a list of modules."""
     return [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
 
 
@@ -146,7 +146,7 @@ def prepare(model: LanguageModel, config: ComputeConfig, device: torch.device, *
 
 
 def _compiled_parts(model: LanguageModel, sharded: bool) -> Iterator[nn.Module]:
-    """The whole body; the blocks one by one if the model is sharded, since gathering cannot be compiled."""
+    """Return the whole body; the blocks one by one if the model is sharded, since gathering cannot be compiled."""
     yield from (blocks(model) if sharded else [model.body])
 
 

@@ -112,7 +112,7 @@ class DataParallel:
     # Saving
 
     def settle(self) -> None:
-        """Nothing: no round is in flight between two steps."""
+        """Do nothing: no round is in flight between two steps."""
 
     def unsavable(self) -> str | None:
         """A worker that stops does so after a step like any other, together with all."""
@@ -123,7 +123,7 @@ class DataParallel:
         return {}, {name: getattr(self, name) for name in _COUNTERS} | {"report": asdict(self.report)}
 
     def memory_to_load(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
-        """The memory to load a saved state into, and what to call then."""
+        """Return the memory to load a saved state into, and what to call then."""
 
         def loaded() -> None:
             for name in _COUNTERS:
@@ -135,7 +135,7 @@ class DataParallel:
 
     @torch.no_grad()
     def anchor_digest(self) -> str:
-        """Of the parameters, which every worker must hold in the same bits."""
+        """Return the digest of the parameters, which every worker must hold in the same bits."""
         parts = [digest(parameter.detach().float().reshape(-1)) for parameter in self.parameters.values()]
         return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 

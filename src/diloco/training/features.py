@@ -21,7 +21,7 @@ AT_ONCE = 32
 
 
 def feature_model(folder: Path, device: torch.device | str = "cpu") -> FeatureModel:
-    """The model of a folder and its own tokenizer."""
+    """Return the model of a folder and its own tokenizer."""
     try:
         model: Transformer = load_model(folder)
     except ConfigError as error:

@@ -23,7 +23,7 @@ MUON_MOMENTUM = 0.95
 
 
 def inner_optimizer(model: nn.Module, config: InnerConfig) -> torch.optim.Optimizer:
-    """The configured optimizer; weight decay for matrices and embeddings, none for norms."""
+    """Return the configured optimizer; weight decay for matrices and embeddings, none for norms."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     hidden = {
         name: p for name, p in trainable.items() if config.optimizer == "muon" and is_hidden_matrix(name, p.shape)
@@ -52,7 +52,7 @@ def inner_optimizer(model: nn.Module, config: InnerConfig) -> torch.optim.Optimi
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether it is a matrix of a numbered block: what Muon steps."""
+    """Return whether it is a matrix of a numbered block: what Muon steps."""
     return len(shape) == 2 and re.search(r"(?:^|\.)\d+\.", name) is not None
 
 

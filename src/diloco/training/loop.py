@@ -176,7 +176,8 @@ class Training:
         return mode
 
     def _micro_batches(self, sharing: int) -> int:
-        """Of a step: as given, one on the CPU, as few as fit on a GPU; then an event tells them."""
+        """Return the number of micro-batches of a step: as given, one on the CPU, as few as fit on a GPU; an event
+        tells it."""
         config = self.config
         ranks = self.engine.ranks
         if config.training.accumulation is not None or self.device.type != "cuda":
@@ -249,7 +250,8 @@ class Training:
         return SwarmPeers(self.config, texts, self.engine, self.reader, self.validation, outer, self.events)
 
     def _weight(self) -> float:
-        """Of this worker's contributions: its tokens a step, or (paper) the size of its shards if not i.i.d."""
+        """Return the weight of this worker's contributions: its tokens a step, or (paper) the size of its shards if not
+        i.i.d."""
         if self.config.data.partition != "iid":
             return self.reader.weight
         return float(self.config.tokens_per_step)
@@ -308,7 +310,7 @@ class Training:
     # Resuming
 
     def resume(self, start: Start) -> None:
-        """Before `run`: load everything that was saved, or start at the first step if nothing was."""
+        """Load everything that was saved, or start at the first step if nothing was; called before `run`."""
         self._resumed = self.checkpointer.load(start)
         if start.progress is not None:
             unknown = self.reader.take(start.progress, since=self.mode.averager.inner_steps)
@@ -323,7 +325,7 @@ class Training:
             torch.manual_seed(self.config.seed + self.engine.worker)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loop itself saves."""
+        """Return what the loop itself saves."""
         return {
             "steps": self.config.steps,
             "failures": self._failures,
@@ -380,7 +382,8 @@ class Training:
             raise self._tell(BadLoss(step, loss.item(), "with gradients that are not finite")) from error
 
     def _must_know(self, step: int) -> bool:
-        """Whether this step's loss is needed now: it is logged, or the state after it is saved or is the last one."""
+        """Return whether this step's loss is needed now: it is logged, or the state after it is saved or is the last
+        one."""
         saved = self.config.checkpoints_until(step) > self.config.checkpoints_until(step - 1)
         return saved or self.log.due(step) or step >= self.config.steps
 
@@ -422,7 +425,7 @@ class Training:
         return f"{told}: to resume would lead to the same loss; begin a new run with {remedy}, and check the data"
 
     def _end_step(self) -> None:
-        """After the rounds of the step."""
+        """Note what the rounds of the step have told, and tell what this worker has done."""
         self.log.step_taken()
         self.checkpoints.note_reports(self.engine.members())
         self.validation.announce()
@@ -536,7 +539,7 @@ class Training:
             ) from error
 
     def fail(self, error: BaseException) -> None:
-        """After an error in `run`: write how far this worker came, and save the last agreed parameters."""
+        """Write how far this worker came, and save the last agreed parameters; called after an error in `run`."""
         self.checkpoints.close()
         try:
             self._emit_end(WorkerFailedEvent, error=str(error))

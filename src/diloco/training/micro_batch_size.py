@@ -21,13 +21,13 @@ USABLE = 0.92
 
 
 def choices(batch_size: int, ranks: int = 1) -> list[int]:
-    """The numbers of micro-batches that cut a rank's rows evenly, from one to a row each."""
+    """Return the numbers of micro-batches that cut a rank's rows evenly, from one to a row each."""
     rows = batch_size // ranks
     return [count for count in range(1, rows + 1) if rows % count == 0]
 
 
 def estimated(counts: Sequence[int], activations: int, fixed: int, budget: float) -> int:
-    """The fewest micro-batches with which a step fits, by an estimate; the most if none does.
+    """Return the fewest micro-batches with which a step fits, by an estimate; the most if none does.
 
     `activations`: bytes with one micro-batch; `fixed`: all other bytes.
     """
@@ -37,7 +37,7 @@ def estimated(counts: Sequence[int], activations: int, fixed: int, budget: float
 def fewest_that_fit(
     counts: Sequence[int], start: int, needed: Callable[[int], int | None], fixed: int, budget: float
 ) -> int:
-    """The fewest micro-batches with which a step fits, tried from `start` on.
+    """Return the fewest micro-batches with which a step fits, tried from `start` on.
 
     `needed`: the bytes of a whole step with that many, measured; None if memory ran out. `fixed`: those that do not
     depend on it, by which a larger micro-batch is left untried if it is bound to fail.
@@ -63,14 +63,15 @@ def fewest_that_fit(
 
 
 def budget_bytes(device: torch.device, sharing: int) -> float:
-    """The memory of a GPU for one of `sharing` processes."""
+    """Return the memory of a GPU for one of `sharing` processes."""
     return USABLE * torch.cuda.get_device_properties(device).total_memory / sharing
 
 
 def trial_bytes(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], rows: int, length: int, device: torch.device
 ) -> int | None:
-    """What a forward and backward pass over that many rows adds to the memory in use; None if there is too little.
+    """Return what a forward and backward pass over that many rows adds to the memory in use; None if there is too
+    little.
 
     Leaves no gradients behind, and torch's generators as they were.
     """

@@ -50,14 +50,14 @@ class MicroBatch(NamedTuple):
         return cls(_numbers(inputs).to(device), _numbers(targets).to(device), tokens, learnt.to(device), scale)
 
     def loss(self, model_loss: Loss) -> Tensor:
-        """The part of the step's loss that these windows are, times the number of micro-batches."""
+        """Return the part of the step's loss that these windows are, times the number of micro-batches."""
         if self.learnt is None:
             return model_loss(self.inputs, self.targets)
         return model_loss(self.inputs, self.targets, self.learnt) * self.scale
 
 
 def _numbers(windows: Tensor) -> Tensor:
-    """The numbers of tokens, learnt or not."""
+    """Return the numbers of tokens, learnt or not."""
     return torch.where(windows < 0, ~windows, windows)
 
 

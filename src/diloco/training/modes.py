@@ -19,12 +19,12 @@ from diloco.training.config.run import RunConfig, learning_rates, num_rounds
 from diloco.training.data_parallel import DataParallel
 
 _LEAST_WEIGHT = 1e-6
-"""Of a step's gradient without any token that is learnt; weights of 0 only would be no mean at all."""
+"""The weight of a step's gradient without any token that is learnt; weights of 0 only would be no mean at all."""
 
 
 def _gradient_weight(learnt: int | None, is_iid: bool) -> float | None:
-    """Of a step's gradients in a mean: the tokens that were learnt. None without a loss mask, or if shards have weights
-    of their own."""
+    """Return the weight of a step's gradients in a mean: the tokens that were learnt. None without a loss mask, or if
+    shards have weights of their own."""
     return max(float(learnt), _LEAST_WEIGHT) if learnt is not None and is_iid else None
 
 
@@ -53,17 +53,17 @@ class Mode(ABC):
 
     @abstractmethod
     def post_and_merge(self) -> None:
-        """The rounds that belong to the last inner step, if it was saved without them."""
+        """Take the rounds that belong to the last inner step, if it was saved without them."""
 
     @property
     @abstractmethod
     def steps_taken(self) -> int:
-        """The inner steps of this worker itself: its position in the schedule may have jumped."""
+        """Return the inner steps of this worker itself: its position in the schedule may have jumped."""
 
     @property
     @abstractmethod
     def skipped_steps(self) -> int:
-        """Inner steps without a change, since fp16 gradients had overflowed."""
+        """The number of inner steps without a change, since fp16 gradients had overflowed."""
 
     @abstractmethod
     def request_stop(self) -> None:
@@ -79,17 +79,17 @@ class Mode(ABC):
 
     @abstractmethod
     def outer_parameters(self) -> AbstractContextManager[None]:
-        """The parameters to evaluate."""
+        """Return the parameters to evaluate."""
 
     @abstractmethod
     def anchor_digest(self) -> str: ...
 
     @abstractmethod
     def start_from_anchor(self) -> None:
-        """After another worker's state was loaded: nothing of its own work is in the parameters."""
+        """Keep nothing of the worker's own work in the parameters: another worker's state was loaded."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not in `averager`."""
+        """Return what is saved besides the state of `averager`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,7 +172,8 @@ class DiLoCoMode(Mode):
 
     @property
     def must_end(self) -> bool:
-        """At once if it is this worker's wish: the round in which it ends tells the others.
+        """Return whether to end: at once if it is this worker's wish, since the round in which it ends tells the
+        others.
 
         Within the warm start only once all workers know: the next step's averaging tells them, and all end after it.
         """
@@ -249,7 +250,7 @@ class DataParallelMode(Mode):
 
     @property
     def must_end(self) -> bool:
-        """Only once all workers know: the next step's averaging tells them, and all end after it."""
+        """Return whether all workers know of a stop: the next step's averaging tells them, and all end after it."""
         return self.averager.stopping
 
     def finish(self, before_confirming: Callable[[], None]) -> None:

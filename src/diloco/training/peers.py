@@ -24,28 +24,28 @@ class Peers(ABC):
     """How often this worker has taken over the others' state since it began."""
 
     def begin(self, *, joined: bool, stopped: Callable[[], bool]) -> None:
-        """Before the first inner step. `joined`: this worker has the state of a run in progress."""
+        """Called before the first inner step. `joined`: this worker has the state of a run in progress."""
 
     def before_step(self) -> None:
-        """Before each inner step."""
+        """Called before each inner step."""
 
     def after_step(self, loss: float | None, tokens: int) -> None:
-        """After each inner step and its rounds."""
+        """Called after each inner step and its rounds."""
 
     def list_members(self) -> None:
         """Write the members to the event log, now and then."""
 
     def after_post(self, sequence: int) -> None:
-        """After a contribution was posted."""
+        """Called after a contribution was posted."""
 
     def after_round(self, event: RoundEvent) -> None:
-        """After a round was merged or has failed."""
+        """Called after a round was merged or has failed."""
 
     def restart(self) -> None:
         """The state that was loaded is another worker's: its steps are not this one's."""
 
     def tokens_by_worker(self) -> dict[str, int] | None:
-        """In a swarm: the tokens of every worker that are in the run, for the summary."""
+        """Return the tokens of every worker of a swarm that are in the run, for the summary."""
         return None
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Peers(ABC):
         one logged, None if none was."""
 
     def check_end(self) -> None:
-        """After the last round: raise EngineError if the result is not to be trusted."""
+        """Raise EngineError if the result is not to be trusted; called after the last round."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -38,7 +38,7 @@ class ShardedModel(PlacedModel):
 
     @torch.no_grad()
     def whole(self) -> LanguageModel | None:
-        """One tensor after another, so that no rank but the first ever holds more."""
+        """Gather one tensor after another, so that no rank but the first ever holds more."""
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.model.modules():
@@ -98,7 +98,7 @@ class _Loss(nn.Module):
 
 
 def _without_parameters(model: LanguageModel) -> LanguageModel:
-    """A copy of everything but the parameters' values; parameters that are one stay one."""
+    """Return a copy of everything but the parameters' values; parameters that are one stay one."""
     placeholders = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()

@@ -45,8 +45,8 @@ class LossCheck:
         self._copied: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()  # on their way to the CPU
 
     def check(self, step: int, loss: Tensor, *, now: bool) -> BadLoss | None:
-        """The first bad loss that is known. `now`: this step's too, whatever waits for it. Collective among the ranks
-        of a worker: a rank that ended alone would block the others."""
+        """Return the first bad loss that is known. `now`: this step's too, whatever waits for it. Collective among the
+        ranks of a worker: a rank that ended alone would block the others."""
         bad = self._own(step, loss, now=now)
         if self._ranks.count > 1 and self._ranks.any(bad is not None) and bad is None:
             return BadLoss(step, math.nan)
@@ -108,7 +108,8 @@ class StepLog:
         self._seconds_before = 0.0
 
     def due(self, step: int) -> bool:
-        """At every multiple of the interval, and at the last step: a short run has a loss too."""
+        """Return whether a step is logged: every multiple of the interval, and the last one, so that a short run has a
+        loss."""
         interval = self._config.training.log_interval
         last = self._config.steps
         return step // interval > self._logged // interval or step >= last > self._logged
@@ -133,7 +134,7 @@ class StepLog:
         )
 
     def step_taken(self) -> None:
-        """After every inner step: tell how long the first one took."""
+        """Tell how long the first inner step took; called after every one."""
         if self._first is not None:
             self._events.emit(FirstStepEvent(seconds=time.monotonic() - self._first))
             self._first = None

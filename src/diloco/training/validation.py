@@ -69,11 +69,11 @@ class Evaluator:
 
     @cached_property
     def all_tokens(self) -> int:
-        """Of all shares together."""
+        """The tokens of all shares together."""
         return self.share_tokens(0, 1)
 
     def share_tokens(self, index: int, shares: int) -> int:
-        """The tokens of the share with this index, of so many shares, without measuring it."""
+        """Return the tokens of the share with this index, of so many shares, without measuring it."""
         if (index, shares) not in self._share_tokens:
             if len(self._share_tokens) >= _MOST_COUNTED:
                 self._share_tokens.clear()
@@ -87,7 +87,7 @@ class Evaluator:
         return self._share_tokens[index, shares]
 
     def measure(self, index: int, shares: int, stopped: Callable[[], bool] | None = None) -> Evaluation:
-        """The share of the validation windows with this index, of so many shares."""
+        """Measure the share of the validation windows with this index, of so many shares."""
         started = time.monotonic()
         config = self._config
         share = (index, shares, config.training.eval_windows)
@@ -136,7 +136,7 @@ def evaluate(
 
 
 def combine(members: tuple[Member, ...]) -> Evaluation | None:
-    """The evaluation over all shares, from the members' reports; None while they are of different steps."""
+    """Return the evaluation over all shares, from the members' reports; None while they are of different steps."""
     reports = [member.report for member in members if member.report.validation_tokens]
     tokens = sum(report.validation_tokens for report in reports)
     if not tokens or len({report.validation_step for report in reports}) > 1:
@@ -158,17 +158,17 @@ class Validation:
         self.announced_step = -1
 
     def measure_start(self, mode: Mode, *, joined: bool) -> None:
-        """Before the first inner step of a run. `joined`: this worker has the state of a run in progress."""
+        """Measure before the first inner step of a run. `joined`: this worker has the state of a run in progress."""
         del joined
         self._events.emit(StartingEvent(doing="validation"))
         self.measure(mode)
 
     def due(self, step: int) -> bool:
-        """Whether the outer parameters are measured after this step."""
+        """Return whether the outer parameters are measured after this step."""
         return self._config.evaluation_due(step) and step < self._config.steps
 
     def measure(self, mode: Mode) -> None:
-        """On the outer parameters; the next round carries the result to the other workers."""
+        """Measure the outer parameters; the next round carries the result to the other workers."""
         step = mode.averager.inner_steps
         with mode.outer_parameters():
             result = self._evaluator.measure(self._engine.worker, self._engine.workers)
@@ -176,7 +176,7 @@ class Validation:
         self._tell(mode, result, step)
 
     def measure_end(self, mode: Mode) -> None:
-        """On the final parameters, which are in the model already."""
+        """Measure the final parameters, which are in the model already."""
         result = self._evaluator.measure(self._engine.worker, self._engine.workers)
         # After a stop the workers are some steps apart; the step to evaluate at must be the same for all.
         step = max([mode.averager.inner_steps, *(member.report.inner_steps for member in self._engine.members())])
@@ -191,7 +191,7 @@ class Validation:
             self._announce(step, whole)
 
     def announce_end(self) -> None:
-        """After the last round."""
+        """Write what is complete after the last round."""
         self.announce()
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class Validation:
         self.announced_step = state["announced_step"]
 
     def _tell(self, mode: Mode, result: Evaluation, step: int) -> None:
-        """With the next round."""
+        """Report a result with the next round."""
         mode.averager.report = replace(
             mode.averager.report, validation_loss=result.loss, validation_tokens=result.tokens, validation_step=step
         )

@@ -119,7 +119,7 @@ class Checkpoint:
         return self.manifests[0].worker
 
     def damage(self) -> list[Damage]:
-        """The files that are not as written; reads every byte."""
+        """Return the files that are not as written; reads every byte."""
         return [
             Damage(path, reason)
             for manifest in self.manifests
@@ -169,7 +169,7 @@ def numbered(folder: Path, before: str, after: str) -> list[tuple[int, Path]]:
 
 
 def find_checkpoints(run_folder: Path) -> tuple[list[Checkpoint], list[Damage]]:
-    """The complete checkpoints of all workers here, oldest first, and damaged manifests. Reads no tensors."""
+    """Return the complete checkpoints of all workers here, oldest first, and damaged manifests. Reads no tensors."""
     complete = []
     damage = []
     for _, _, folder in worker_folders(run_folder):

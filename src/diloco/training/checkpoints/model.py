@@ -16,20 +16,21 @@ from diloco.training.config.run import RunConfig
 
 
 def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
-    """The newest undamaged checkpoint, or that of an inner step; of any worker, since their anchors are the same."""
+    """Return the newest undamaged checkpoint, or that of an inner step; of any worker, since their anchors are the
+    same."""
     complete, _ = find_checkpoints(run)
     if not complete:
         raise ConfigError(f"{run} has no complete checkpoint: wait for the first one, or export the model at the end")
-    wanted = [one for one in complete if step is None or one.step == step]
+    wanted = [checkpoint for checkpoint in complete if step is None or checkpoint.step == step]
     if not wanted:
-        steps = ", ".join(map(str, sorted({one.step for one in complete})))
+        steps = ", ".join(map(str, sorted({checkpoint.step for checkpoint in complete})))
         raise ConfigError(f"--checkpoint {step}: {run} has the checkpoints of steps {steps}")
     damage: list[str] = []
-    for checkpoint in sorted(wanted, key=lambda one: (-one.step, one.worker)):
-        found = checkpoint.damage()
-        if not found:
+    for checkpoint in sorted(wanted, key=lambda checkpoint: (-checkpoint.step, checkpoint.worker)):
+        damaged_files = checkpoint.damage()
+        if not damaged_files:
             return checkpoint
-        damage += map(str, found)
+        damage += map(str, damaged_files)
     raise CheckpointError(f"every checkpoint asked for is damaged ({'; '.join(damage)}): restore the files")
 
 
@@ -45,7 +46,7 @@ def check_model_of(checkpoint: Checkpoint, description: str) -> None:
 
 
 def checkpoint_model(config: RunConfig, checkpoint: Checkpoint) -> tuple[LanguageModel, Corpus]:
-    """The model with the checkpoint's anchor, and the prepared text, which has the tokenizer."""
+    """Return the model with the checkpoint's anchor, and the prepared text, which has the tokenizer."""
     digest = str(checkpoint.manifests[0].config["corpus"])
     corpus = find_corpus(config.data, digest)
     if corpus is None:

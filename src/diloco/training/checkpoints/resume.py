@@ -60,13 +60,13 @@ class _OwnCheckpoints:
     damage: list[str] = field(default_factory=list)
 
     def latest_good(self, moment: Moment) -> tuple[Checkpoint | None, list[str]]:
-        """The newest undamaged one, and what is damaged in newer ones. Reads every byte."""
+        """Return the newest undamaged one, and what is damaged in newer ones. Reads every byte."""
         damage: list[str] = []
         for checkpoint in reversed(self.checkpoints[moment]):
-            found = checkpoint.damage()
-            if not found:
+            damaged_files = checkpoint.damage()
+            if not damaged_files:
                 return checkpoint, damage
-            damage += map(str, found)
+            damage += map(str, damaged_files)
         return None, damage
 
 
@@ -87,46 +87,51 @@ def agree_on_start(run_folder: Path, worker: int, workers: int, gather: Gather) 
     common = set.intersection(*({Moment(*moment) for moment in report["moments"]} for report in reports))
     for moment in sorted(common, reverse=True):
         checkpoint, damage = own.latest_good(moment)
-        found = _exchange(gather, {"damage": damage, "good": checkpoint is not None})
-        warnings += [text for one in found for text in one["damage"]]
-        if checkpoint is not None and all(one["good"] for one in found):
+        answers = _exchange(gather, {"damage": damage, "good": checkpoint is not None})
+        warnings += [text for answer in answers for text in answer["damage"]]
+        if checkpoint is not None and all(answer["good"] for answer in answers):
             if moment.workers == workers:
                 return Start(attempt, checkpoint, None, tuple(dict.fromkeys(warnings)))
             progress, older = _saved_progress(run_folder, moment, gather)
             return Start(attempt, checkpoint, progress, tuple(dict.fromkeys(warnings + older)))
-    finished = max(one["finished"] for one in _exchange(gather, {"finished": _finished_steps(run_folder)}))
+    finished = max(answer["finished"] for answer in _exchange(gather, {"finished": _finished_steps(run_folder)}))
     _check_may_start_again(run_folder, any(report["had_common"] for report in reports), finished, warnings)
     return Start(attempt)
 
 
 def newest_start(run_folder: Path) -> Start:
-    """For the first worker of a swarm that resumes: the newest undamaged checkpoint of any worker on this machine.
+    """Return the newest undamaged checkpoint of any worker on this machine, for the first worker of a swarm that
+    resumes.
 
     The other workers join it and get its state.
     """
     complete, damage = find_checkpoints(run_folder)
-    warnings = [str(one) for one in damage]
+    warnings = [str(file) for file in damage]
     attempt = 1 + max((checkpoint.moment.attempt for checkpoint in complete), default=0)
-    for checkpoint in sorted(complete, key=lambda one: (one.moment.rounds, one.step, -one.worker), reverse=True):
-        found = checkpoint.damage()
-        if not found:
+    for checkpoint in sorted(complete, key=_newest_last, reverse=True):
+        damaged_files = checkpoint.damage()
+        if not damaged_files:
             return Start(attempt, checkpoint, None, tuple(warnings))
-        warnings += map(str, found)
+        warnings += map(str, damaged_files)
     _check_may_start_again(run_folder, False, _finished_steps(run_folder), warnings)
     return Start(attempt)
+
+
+def _newest_last(checkpoint: Checkpoint) -> tuple[int, int, int]:
+    return checkpoint.moment.rounds, checkpoint.step, -checkpoint.worker
 
 
 def check_resumable(run_folder: Path, workers: Iterable[int], config: RunConfig, corpus_digest: str) -> None:
     """Refuse what these workers would refuse, by the manifests alone, before anything in the run folder is changed."""
     own = [_find_own(run_folder, worker) for worker in workers]
-    common = set.intersection(*(set(one.checkpoints) for one in own))
+    common = set.intersection(*(set(worker.checkpoints) for worker in own))
     if not common:
-        damage = [text for one in own for text in one.damage]
-        had_common = any(one.had_common for one in own)
+        damage = [text for worker in own for text in worker.damage]
+        had_common = any(worker.had_common for worker in own)
         _check_may_start_again(run_folder, had_common, _finished_steps(run_folder), damage)
         return
-    for one in own:
-        checkpoint = one.checkpoints[max(common)][-1]
+    for worker in own:
+        checkpoint = worker.checkpoints[max(common)][-1]
         model = str(checkpoint.manifests[0].config["model"])  # which no option can change
         check_same_run(checkpoint, config.lasting(corpus_digest, model))
         check_steps(checkpoint, config.steps)
@@ -140,7 +145,7 @@ def _exchange(gather: Gather, report: Mapping[str, Any]) -> list[Any]:
 def _find_own(run_folder: Path, worker: int) -> _OwnCheckpoints:
     """This worker's checkpoints by moment; of worker i mod k where there were k workers."""
     complete, damage = find_checkpoints(run_folder)
-    own = _OwnCheckpoints(damage=[str(one) for one in damage])
+    own = _OwnCheckpoints(damage=[str(file) for file in damage])
     for checkpoint in complete:
         manifest = checkpoint.manifests[0]
         own.attempt = max(own.attempt, checkpoint.moment.attempt)
@@ -151,7 +156,7 @@ def _find_own(run_folder: Path, worker: int) -> _OwnCheckpoints:
 
 
 def _finished_steps(run_folder: Path) -> int:
-    """The steps of the workers that ended regularly: at their last step, or at a stop."""
+    """Return the steps of the workers that ended regularly: at their last step, or at a stop."""
     ends = [worker.ended for worker in read_history(run_folder).local_workers.values()]
     return max((end.inner_steps for end in ends if isinstance(end, WorkerFinishedEvent)), default=0)
 
@@ -162,9 +167,9 @@ def _check_may_start_again(run_folder: Path, had_common: bool, finished: int, wa
     A run that has lost its checkpoints does not, nor one that ended without any.
     """
     if warnings or had_common:
-        found = "; ".join(dict.fromkeys(warnings)) or "the workers have no moment in common"
+        reason = "; ".join(dict.fromkeys(warnings)) or "the workers have no moment in common"
         raise CheckpointError(
-            f"{run_folder} has no checkpoint that all workers can resume from ({found}). Nothing was removed: restore "
+            f"{run_folder} has no checkpoint that all workers can resume from ({reason}). Nothing was removed: restore "
             f"the files, or remove {run_folder / 'checkpoints'} on every machine to start again at the first step"
         )
     if finished:
@@ -203,7 +208,7 @@ def check_same_run(checkpoint: Checkpoint, lasting: Mapping[str, Any]) -> None:
 
 
 def differing_parts(saved: str, now: str) -> str:
-    """In what two models' descriptions differ: the keys, if they are JSON objects with some that are the same."""
+    """Return in what two models' descriptions differ: the keys, if they are JSON objects with some in common."""
     try:
         before = json.loads(saved)
         after = json.loads(now)
@@ -229,9 +234,11 @@ def _saved_progress(run_folder: Path, moment: Moment, gather: Gather) -> tuple[d
     If a worker has no checkpoint of this moment, its newest counts: skipping a little is better than repeating much.
     """
     mine: dict[int, _Read] = {}
-    for one in find_checkpoints(run_folder)[0]:
-        for shard, read in one.manifests[0].state["also"]["reading"]["progress"].items():
-            seen = _Read(one.moment == moment, one.moment, one.step, one.worker, ShardProgress(*read))
+    for checkpoint in find_checkpoints(run_folder)[0]:
+        for shard, read in checkpoint.manifests[0].state["also"]["reading"]["progress"].items():
+            seen = _Read(
+                checkpoint.moment == moment, checkpoint.moment, checkpoint.step, checkpoint.worker, ShardProgress(*read)
+            )
             mine[int(shard)] = max(mine.get(int(shard), seen), seen)
     latest: dict[int, _Read] = {}
     for machine in _exchange(gather, {"shards": list(mine.items())}):

@@ -136,7 +136,7 @@ class CheckpointStore:
         thread.start()
 
     def _still_writing(self, seconds: float | None = None) -> bool:
-        """After waiting for the write in progress: `seconds`, or what training has left to wait for it."""
+        """Wait for the write in progress, `seconds` or as long as training has left; return whether it goes on."""
         write = self._write
         if write is None:
             return False
@@ -156,7 +156,7 @@ class CheckpointStore:
         self._report(CheckpointFailedEvent(step=step, reason=reason))
 
     def became_due(self, due: int) -> bool:
-        """In a swarm, where a worker's step may jump: whether more checkpoints are due than at the last call."""
+        """Return whether more checkpoints are due than at the last call: in a swarm a worker's step may jump."""
         before = self._due
         self._due = due
         return before is not None and due > before
@@ -232,7 +232,7 @@ class CheckpointStore:
 
     @property
     def latest(self) -> int:
-        """The newest step of this start that all ranks of this worker have written; 0 if there is none."""
+        """Return the newest step of this start that all ranks of this worker have written; 0 if there is none."""
         ranks = range(self.owner.ranks)
         for step in sorted(self._written, reverse=True):
             folder = worker_folder(self.folder, step, self.owner.worker)
@@ -242,7 +242,7 @@ class CheckpointStore:
 
     @property
     def common_step(self) -> int:
-        """The newest step that all workers reported to have saved, or the one started from; 0 if there is none."""
+        """Return the newest step that all workers reported to have saved, or the one started from; 0: there is none."""
         if self.owner.workers is None:
             return max(self._written, default=self._started_from or 0)
         reported = [self._reported.get(worker, set()) for worker in range(self.owner.workers)]
@@ -281,7 +281,7 @@ class CheckpointStore:
         complete, damage = find_checkpoints(self.folder)
         kept = [c.step for c in complete if c.worker == self.owner.worker][-self.config.keep :]
         whole = {c.folder for c in complete}
-        damaged = {one.path.parent for one in damage}
+        damaged = {file.path.parent for file in damage}
         all_ranks_at = min(self.latest, self.common_step)
         for step, worker, folder in worker_folders(self.folder):
             if not self._owns(worker) or folder in damaged:
@@ -295,7 +295,7 @@ class CheckpointStore:
                 self._remove(folder)
 
     def _remove(self, folder: Path) -> None:
-        """The manifests first: what is half removed must not look complete."""
+        """Remove a checkpoint, its manifests first: what is half removed must not look complete."""
         remove_folder(folder, [path for _, path in numbered(folder, "rank-", ".json")])
 
     def _remove_failed(self, folder: Path) -> None:
@@ -310,7 +310,7 @@ class CheckpointStore:
 
 
 def make_folder(folder: Path) -> None:
-    """With its parents. Tries again, since another worker may remove a parent that it found empty."""
+    """Make a folder with its parents; try again, since another worker may remove a parent that it found empty."""
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -362,7 +362,7 @@ def _copy_all(tensors: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
 
 
 def _has_room(tensors: Sequence[Tensor]) -> bool:
-    """Whether a copy of all leaves as much free again: training may need more at times."""
+    """Return whether a copy of all leaves as much free again: training may need more at times."""
     device = tensors[0].device
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     free, _ = torch.cuda.mem_get_info(device)

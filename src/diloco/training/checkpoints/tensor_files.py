@@ -62,7 +62,8 @@ def write_tensors(file: PartialFile, tensors: Mapping[str, TensorPieces]) -> Non
 
 
 def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
-    """Every tensor in the files of a folder. Raises CheckpointError if one is not as `write_tensors` writes it."""
+    """Return the tensors in the files of a folder. Raises CheckpointError if one is not as `write_tensors` writes
+    it."""
     found: dict[str, SavedTensor] = {}
     for path in sorted(folder.glob("*" + SUFFIX)):
         try:
@@ -100,7 +101,7 @@ def read_tensors(folder: Path, tensors: Mapping[str, TensorPieces]) -> None:
 def _plan_copies(
     name: str, tensor: TensorPieces, saved: SavedTensor | None
 ) -> list[tuple[Tensor, SavedPiece, tuple[slice, ...]]]:
-    """What to read: (a part of a piece here, a saved piece, the same part of it)."""
+    """Return what to read: (a part of a piece here, a saved piece, the same part of it)."""
     if saved is None or saved.shape != tensor.shape:
         found = "is missing" if saved is None else f"has the shape {saved.shape}"
         raise CheckpointError(f"'{name}' {found} in the checkpoint, but {tensor.shape} is needed here")
@@ -127,5 +128,5 @@ def _overlap(
 
 
 def _slices(region: Sequence[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
-    """A region of the whole tensor, within a piece at these offsets."""
+    """Return a region of the whole tensor, within a piece at these offsets."""
     return tuple(slice(start - o, end - o) for (start, end), o in zip(region, offsets, strict=True))

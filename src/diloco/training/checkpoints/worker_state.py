@@ -63,7 +63,7 @@ class WorkerState:
     # Saving
 
     def collect(self) -> tuple[dict[str, TensorPieces], Numbers]:
-        """What to save: views of the live tensors, and numbers. Rounds in flight must be settled."""
+        """Return what to save: views of the live tensors, and numbers. Rounds in flight must be settled."""
         outer, outer_numbers = self.mode.averager.saved()
         tensors = self._model() | outer | self._random()
         inner: dict[str, dict[str, Any]] = {}
@@ -88,7 +88,7 @@ class WorkerState:
         return {f"model.{bare_name(name)}": pieces_of(tensor) for name, tensor in trained_tensors(self.model).items()}
 
     def _inner_states(self) -> dict[str, dict[str, Any]]:
-        """By parameter name; parameters that have not been stepped have none."""
+        """Return the inner optimizer's state by parameter name; parameters that have not been stepped have none."""
         state = self.inner.state
         return {name: state[p] for name, p in self._parameters().items() if p in state}
 
@@ -140,7 +140,7 @@ class WorkerState:
         return targets
 
     def _load_inner(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Through the optimizer's own load_state_dict, which moves each value to its device."""
+        """Load through the optimizer's own load_state_dict, which moves each value to its device."""
         states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in numbers.items()}
         for full, tensor in tensors.items():
             _, key, name = full.split(".", 2)
@@ -152,7 +152,7 @@ class WorkerState:
         self.inner.load_state_dict(current)
 
     def _random_prefix(self, saved: Mapping[str, SavedTensor]) -> str:
-        """Of this rank's generators; if fewer ranks were saved, of rank r mod their number."""
+        """Return the prefix of this rank's generators; if fewer ranks were saved, of rank r mod their number."""
         ranks = sorted({int(name.split(".")[1]) for name in saved if name.startswith("rng.")})
         return f"rng.{ranks[self.rank % len(ranks)]}." if ranks else "rng.none."
 
@@ -165,7 +165,7 @@ class WorkerState:
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint has of a model: all that is saved of it but frozen parameters, which its folder has."""
+    """Return what a checkpoint has of a model: all that is saved of it but frozen parameters, which its folder has."""
     frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
@@ -256,7 +256,7 @@ class Checkpointer:
         return fields | {"notes": notes}
 
     def _notes(self, start: Start) -> list[str]:
-        """What the user should know of this start; worker 0 says what concerns all workers."""
+        """Return what the user should know of this start; worker 0 says what concerns all workers."""
         owner = self.checkpoints.owner
         checkpoint = start.checkpoint
         if checkpoint is None:
@@ -281,7 +281,7 @@ class Checkpointer:
 
 
 def _lost(run_folder: Path, start: Start, worker: int) -> str:
-    """How much work is lost with a worker that is not started again, by its own checkpoint."""
+    """Return how much work is lost with a worker that is not started again, by its own checkpoint."""
     assert start.checkpoint is not None
     theirs = [
         checkpoint.manifests[0]

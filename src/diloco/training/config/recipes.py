@@ -66,12 +66,12 @@ FINE_TUNING_LENGTH = 1024
 
 
 def text_recipe(source: str) -> dict[str, object]:
-    """The defaults of a text: a sample of a model that was trained on Python starts as Python does."""
+    """Return the defaults of a text: a sample of a model that was trained on Python starts as Python does."""
     return {"training.sample_prompt": "def "} if _is_python(source) else {}
 
 
 def _is_python(source: str) -> bool:
-    """The Python library, a .py file, or a folder with more of them than of other files, by its first folders."""
+    """Return whether a text is Python: its library, a .py file, or a folder of more such files than others."""
     path = Path(source).expanduser()
     if source == "stdlib" or path.suffix == ".py":
         return True
@@ -88,7 +88,7 @@ def _is_python(source: str) -> bool:
 
 
 def chosen_recipe(name: object, model: str, asked: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The recipe's name, and why it is not the model's usual one (None: it is, or was asked for by `name`)."""
+    """Return the recipe's name, and why it is not the model's usual one (None: it is, or was asked for by `name`)."""
     if name is None:
         return ("plain", None) if model != "tiny" else _tiny_recipe(asked)
     if name not in RECIPE_NAMES:
@@ -106,7 +106,7 @@ def chosen_recipe(name: object, model: str, asked: Mapping[str, Any]) -> tuple[s
 
 
 def recipe_names(model: str, asked: Mapping[str, Any]) -> tuple[str, ...]:
-    """The recipes that can be chosen with a model and with what is `asked` for."""
+    """Return the recipes that can be chosen with a model and with what is `asked` for."""
     has_warm = model == "tiny" and (asked.get("engine") == "swarm" or _tiny_recipe(asked)[0] == "warm")
     return RECIPE_NAMES if has_warm else RECIPE_NAMES[1:]
 
@@ -125,8 +125,8 @@ def _tiny_recipe(asked: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def model_recipe(name: str, model: str, asked: Mapping[str, Any]) -> dict[str, object]:
-    """The defaults of a model in the recipe `name`. A preset brings its shape, a pre-trained model its tokenizer, where
-    nothing else is `asked` for (values by dotted key, as text if they are options)."""
+    """Return the defaults of a model in the recipe `name`. A preset brings its shape, a pre-trained model its
+    tokenizer, where nothing else is `asked` for (values by dotted key, as text if they are options)."""
     if not is_pretrained(model):
         return recipe_numbers(name, model, asked) | _shape(model, asked)
     found = check_model(model, weights=False)
@@ -143,7 +143,7 @@ def _asks_for_lora(asked: Mapping[str, Any]) -> bool:
 
 
 def recipe_numbers(name: str, model: str, asked: Mapping[str, Any]) -> dict[str, object]:
-    """What a recipe says of training: by dotted key, without the model's own shape and tokenizer."""
+    """Return what a recipe says of training: by dotted key, without the model's own shape and tokenizer."""
     if name == "paper":  # RunConfig's own defaults, with the vocabulary and the sequences of the model
         return {key: value for key, value in RECIPES.get(model, {}).items() if key.startswith("data.")}
     if is_pretrained(model):
@@ -156,7 +156,7 @@ def recipe_numbers(name: str, model: str, asked: Mapping[str, Any]) -> dict[str,
 
 
 def _shape(model: str, asked: Mapping[str, Any]) -> dict[str, object]:
-    """The shape of a preset, with what follows from the sizes that are asked for."""
+    """Return the shape of a preset, with what follows from the sizes that are asked for."""
     if model not in PRESETS:
         return {}
     names = [field.name for field in fields(ModelChoice) if field.name != "name"]
@@ -166,7 +166,7 @@ def _shape(model: str, asked: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _whole(value: object) -> int | None:
-    """None for what is not a whole number above 0: the parser refuses it, or it has no effect on other sizes."""
+    """Return None for what is not a whole number above 0: the parser refuses it, or it has no effect on other sizes."""
     text = str(value)
     return int(text) if text.isdecimal() and int(text) else None
 

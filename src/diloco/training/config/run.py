@@ -352,7 +352,7 @@ class RunConfig:
             raise ConfigError(f"port = {self.port} with {self.workers} workers, a port each, goes beyond 65535")
 
     def sizes(self, processes: int | None = None) -> tuple[int, ...]:
-        """The ranks of each worker: of `workers` workers, or of as many as `processes` processes make."""
+        """Return the ranks of each worker: of `workers` workers, or of as many as `processes` processes make."""
         given = tuple(map(int, self.ranks.split(",")))
         if len(given) == 1:
             if processes is None:
@@ -368,13 +368,14 @@ class RunConfig:
 
     @property
     def eval_interval(self) -> int:
-        """Inner steps between evaluations: as given, or about ten in the run, at ends of rounds."""
+        """The inner steps between evaluations: as given, or about ten in the run, at ends of rounds."""
         if self.training.eval_interval is not None:
             return self.training.eval_interval
         return self._about_ten()
 
     def evaluation_due(self, step: int) -> bool:
-        """Whether a fixed set of workers evaluates after this step: after rounds, which count from the warm start."""
+        """Return whether a fixed set of workers evaluates after this step: after rounds, which count from the warm
+        start."""
         warm_start = self.sync.warm_start
         interval = self.eval_interval
         if self.sync.dynamic_steps and step > warm_start:
@@ -389,7 +390,7 @@ class RunConfig:
 
     @property
     def checkpoint_interval(self) -> int:
-        """Inner steps between checkpoints: as given, or about ten in the run; 0: none."""
+        """The inner steps between checkpoints: as given, or about ten in the run; 0: none."""
         return self._checkpoint_interval() if self.checkpoint.interval is None else self.checkpoint.interval
 
     def _about_ten(self) -> int:
@@ -397,7 +398,7 @@ class RunConfig:
         return max(H, round(self.steps / 10 / H) * H)
 
     def checkpoint_due(self, step: int) -> bool:
-        """Whether every worker saves after this inner step; the same for all."""
+        """Return whether every worker saves after this inner step; the same for all."""
         if self.sync.dynamic_steps and step > self.sync.warm_start:
             before = step - self.sync.num_inner_steps
             return self._ends_turn(step) and self.checkpoints_until(step) > self.checkpoints_until(before)
@@ -411,7 +412,7 @@ class RunConfig:
         return after_round > 0 and after_round % interval == 0
 
     def checkpoints_until(self, step: int) -> int:
-        """How many are due by then, for workers that may jump over a step."""
+        """Return how many are due by then, for workers that may jump over a step."""
         if self.checkpoint.interval is not None:
             return step // self.checkpoint.interval if self.checkpoint.interval else 0
         warm_start = self.sync.warm_start
@@ -425,7 +426,7 @@ class RunConfig:
 
     @property
     def num_checkpoints(self) -> int:
-        """How many a run writes from its first step to its last, one at its end among them."""
+        """Return how many a run writes from its first step to its last, one at its end among them."""
         if self.checkpoint.interval == 0:
             return 0
         return self.checkpoints_until(self.steps) + (not self.checkpoint_due(self.steps))
@@ -446,18 +447,19 @@ class RunConfig:
         return repr((__version__, corpus_digest, model, sorted(common.items())))
 
     def values(self) -> dict[str, object]:
-        """By dotted key."""
+        """Return all values by dotted key."""
         values: dict[str, object] = {}
         for name, value in asdict(self).items():
             values |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
         return values
 
     def shared(self) -> dict[str, object]:
-        """In a swarm: the options that a joiner receives, by dotted key; without model.name, which may be a path."""
+        """Return the options that a joiner of a swarm receives, by dotted key; without model.name, which may be a
+        path."""
         return {key: value for key, value in self.values().items() if is_shared(key)}
 
     def lasting(self, corpus_digest: str, model: str) -> dict[str, object]:
-        """By dotted key, the options that a run and the checkpoints it resumes from must have in common."""
+        """Return by dotted key the options that a run and the checkpoints it resumes from must have in common."""
         values = {
             key: value for key, value in self.values().items() if not may_change(key) and not key.startswith("model.")
         }
@@ -465,7 +467,7 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one worker."""
+        """The tokens of one worker's inner step."""
         return self.training.batch_size * self.data.sequence_length
 
 
@@ -475,7 +477,7 @@ def learning_rates(inner: InnerConfig, steps: int) -> LearningRateCurve:
 
 
 def turns(config: RunConfig) -> Schedule:
-    """The schedule of a model of one fragment: with several, each of them is averaged once in the same steps."""
+    """Return the schedule of a model of one fragment: with several, each of them is averaged once in the same steps."""
     sync = config.sync
     growth = None if sync.growth is None else GrowingRounds(sync.growth, learning_rates(config.inner, config.steps))
     return Schedule(sync.num_inner_steps, (0,), sync.overlap_steps, sync.warm_start, growth)
@@ -487,12 +489,12 @@ def num_rounds(config: RunConfig) -> int:
 
 
 def may_change(key: str) -> bool:
-    """Whether a resumed run may have another value of this key."""
+    """Return whether a resumed run may have another value of this key."""
     return bool(_scope(key).may_change)
 
 
 def is_shared(key: str) -> bool:
-    """Whether this key is the same on all machines of a swarm, so that joiners receive it."""
+    """Return whether this key is the same on all machines of a swarm, so that joiners receive it."""
     return _scope(key).may_differ not in ("in a swarm", "always")
 
 

@@ -56,19 +56,19 @@ _TOLD = (
 
 
 def sections(config: RunConfig) -> dict[str, Any]:
-    """The dataclasses of a run by the name of their table in a run file; the run's own keys are under ""."""
+    """Return the dataclasses of a run by the name of their table in a run file; the run's own keys are under ""."""
     inner = {field.name: getattr(config, field.name) for field in fields(config)}
     return {"": config, **{name: value for name, value in inner.items() if is_dataclass(value)}}
 
 
 def own_fields(section: Any) -> list[str]:
-    """The names of a section's values, without the sections inside it."""
+    """Return the names of a section's values, without the sections inside it."""
     return [field.name for field in fields(section) if not is_dataclass(getattr(section, field.name))]
 
 
 @cache
 def known_keys() -> list[str]:
-    """Every dotted key of a run, in order."""
+    """Return every dotted key of a run, in order."""
     tables = sections(RunConfig()).items()
     return [dotted(table, name) for table, section in tables for name in own_fields(section)]
 
@@ -78,7 +78,7 @@ def dotted(table: str, name: str) -> str:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """The dotted keys of a TOML file; unknown ones are refused with the nearest name."""
+    """Return the dotted keys of a TOML file; unknown ones are refused with the nearest name."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -100,7 +100,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 
 def _broken_type(key: str, value: object) -> str | None:
-    """What a value of a run file must be, if it is not; numbers and truth values may be written as text."""
+    """Return what a value of a run file must be, if it is not; numbers and truth values may be written as text."""
     choices = _types()[key]
     if isinstance(value, str) and value.lower() == "none" and type(None) in choices:
         return None
@@ -122,7 +122,7 @@ def _broken_type(key: str, value: object) -> str | None:
 
 @cache
 def _types() -> dict[str, tuple[Any, ...]]:
-    """What the value of each dotted key may be: types, and the words of a Literal."""
+    """Return what the value of each dotted key may be: types, and the words of a Literal."""
     kinds: dict[str, tuple[Any, ...]] = {}
     for table, section in sections(RunConfig()).items():
         hints = get_type_hints(type(section))
@@ -147,7 +147,7 @@ def _shown(value: object) -> str:
 
 
 def did_you_mean(name: str, form: str = "--{}") -> str:
-    """For an error message: the keys that an unknown name may stand for; empty if no key is near.
+    """Return for an error message the keys that an unknown name may stand for; empty if no key is near.
 
     lr may be inner.lr or outer.lr, but outer.learning_rate is outer.lr.
     """
@@ -198,7 +198,8 @@ def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _recipe_name(model: str, file: Mapping[str, Any], given: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The recipe that holds; one of the run file that does not fit the command line is not used, which is a note."""
+    """Return the recipe that holds; one of the run file that does not fit the command line is not used, which is a
+    note."""
     asked = {**file, **given}
     try:
         return chosen_recipe(asked.get("recipe"), model, asked)[0], []
@@ -209,7 +210,7 @@ def _recipe_name(model: str, file: Mapping[str, Any], given: Mapping[str, str]) 
 
 
 def recipe_line(config: RunConfig) -> str:
-    """What a run's recipe decides, for its user: every number that holds, and those that were given instead."""
+    """Return what a run's recipe decides, for its user: every number that holds, and those that were given instead."""
     assert config.recipe is not None, "merge() has decided it"
     values = config.values()
     recipe = recipe_numbers(config.recipe, config.model.name, values) | MODE_DEFAULTS.get(config.mode, {})
@@ -241,7 +242,8 @@ def recipe_line(config: RunConfig) -> str:
 
 
 def _without_shape_of_another(model: str, file: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values of a run file without the shape of its model, if the command line names another model; and a note."""
+    """Return the values of a run file without the shape of its model, if the command line names another model; and a
+    note."""
     named = file.get("model.name", ModelChoice.name)
     shape = [key for key in file if key.startswith("model.") and key != "model.name"]
     if model == named or not shape:
@@ -290,7 +292,7 @@ def _merge_resumed(tokens: Sequence[str]) -> list[str]:
 
 
 def _same(text: str, value: object) -> bool:
-    """Whether an option says what a run file has: 0.50 is 0.5."""
+    """Return whether an option says what a run file has: 0.50 is 0.5."""
     if text.lower() == _token("none" if value is None else value).lower():
         return True
     try:
@@ -300,7 +302,7 @@ def _same(text: str, value: object) -> bool:
 
 
 def _recipe(name: str, model: str, mode: str, asked: Mapping[str, Any]) -> dict[str, object]:
-    """The defaults of model and mode, without those that belong to a choice that the user made otherwise."""
+    """Return the defaults of model and mode, without those that belong to a choice that the user made otherwise."""
     text = text_recipe(str(asked.get("data.source", DataConfig.source)))
     recipe = text | model_recipe(name, model, asked) | MODE_DEFAULTS.get(mode, {})
     if "data.tokenizer" in asked:  # it brings its own vocabulary
@@ -348,7 +350,7 @@ def _join_flags(tokens: Sequence[str]) -> list[str]:
 
 
 def _given(tokens: Sequence[str]) -> dict[str, str]:
-    """The options on the command line with their values, as text."""
+    """Return the options on the command line with their values, as text."""
     given = {}
     for token, following in zip(tokens, [*tokens[1:], ""], strict=False):
         if token.startswith("--"):
@@ -421,7 +423,7 @@ def _unused_with(key: str, value: str) -> set[str]:
 
 
 def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
-    """A run file that gives this configuration. TOML has no null: a key that is None is "none" or left out."""
+    """Return a run file that gives this configuration. TOML has no null: a key that is None is "none" or left out."""
     lines: list[str] = []
     for table, section in sections(config).items():
         unused = table == "swarm" and config.engine != "swarm"  # explained, but not set: it would have no effect
@@ -441,7 +443,7 @@ def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str
 
 
 def _literal(value: object) -> str:
-    """A value in TOML: as in JSON, but for infinity and the character DEL."""
+    """Return a value in TOML: as in JSON, but for infinity and the character DEL."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

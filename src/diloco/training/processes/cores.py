@@ -22,12 +22,13 @@ _SUFFIX = ".worker"
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def registry() -> Path:
-    """The folder of this user's worker processes on this machine; it ends with the machine's uptime at the latest."""
+    """Return the folder of this user's worker processes on this machine; it ends with the machine's uptime at the
+    latest."""
     return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"diloco-workers-{os.getuid()}"
 
 
@@ -45,7 +46,8 @@ class SharedCores:
         self._workers = 0
 
     def begin(self, local_workers: int) -> None:
-        """Before the first step. `local_workers`: those that start with this one, and may not be there yet."""
+        """Take a share before the first step. `local_workers`: those that start with this one, perhaps a little
+        later."""
         if self._fixed is not None:
             self._set_threads(self._fixed)
             return
@@ -56,7 +58,7 @@ class SharedCores:
         self._share(max(local_workers, self._count()))
 
     def update(self) -> None:
-        """After every step; counts every few seconds."""
+        """Count the workers again every few seconds; called after every step."""
         now = time.monotonic()
         if self._file is None or now - self._counted_at < _COUNT_SECONDS:
             return

@@ -58,7 +58,7 @@ class Observer(Protocol):
         """Something that the user should know."""
 
     def follow(self, folder: Path, *, resumed: bool) -> AbstractContextManager[Poll]:
-        """Around training and the summary; the yielded function is called several times a second."""
+        """Show training and the summary; the function that the context yields is called several times a second."""
 
     def with_stop_message(self, stop: Callable[[], None]) -> Callable[[], None]:
         """`stop`, with a message to the user at its first call."""
@@ -204,7 +204,7 @@ class _DiskWatch:
         self._full = False
 
     def look(self) -> None:
-        """Every few seconds, and once each time that the disk fills up."""
+        """Look every few seconds, and tell once each time that the disk fills up."""
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -218,7 +218,7 @@ class _DiskWatch:
 
 
 def last_step(folder: Path) -> int:
-    """The last inner step in a run's log."""
+    """Return the last inner step in a run's log."""
     return max((worker.reached for worker in read_history(folder).local_workers.values()), default=0)
 
 
@@ -255,7 +255,7 @@ def _stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def create_run_folder(config: RunConfig) -> Path:
-    """A new folder with its config.toml; one that exists and is not empty is refused."""
+    """Make a new folder with its config.toml; refuse one that exists and is not empty."""
     folder = Path(config.out or Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{short_name(config.model.name)}")
     try:
         if config.out is None:
@@ -270,14 +270,14 @@ def create_run_folder(config: RunConfig) -> Path:
 
 
 def reopen_run_folder(folder: Path, config: RunConfig) -> None:
-    """Before a resumed run starts: write its present configuration, and remove the summary of its earlier end."""
+    """Write the present configuration of a run that is resumed, and remove the summary of its earlier end."""
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     end_cut_line(folder)
     write_file(folder / RUN_FILE, to_toml(config))
 
 
 def completed_steps(folder: Path, config: RunConfig) -> int | None:
-    """The inner steps of a run that has nothing left to do; None if it can be resumed."""
+    """Return the inner steps of a run that has nothing left to do; None if it can be resumed."""
     try:
         summary = read_summary(folder)
     except ConfigError:  # the run has not ended, or its summary is damaged and will be replaced
@@ -339,7 +339,7 @@ def check_device(config: RunConfig) -> None:
 
 
 def device_note(config: RunConfig) -> str | None:
-    """What the user should know of a device that is here and is not used."""
+    """Return what the user should know of a device that is here and is not used."""
     if config.device == "auto" and (platform.system(), platform.machine()) == ("Darwin", "arm64"):
         return "the workers compute on the CPU: Apple GPUs (MPS) are not supported"
     return None

@@ -244,7 +244,7 @@ def describe_run(
         check_clock(guest.clock())
         description = _fetch_description(guest)
         config = configure(description)
-        members = sum(one.live and one.number >= 0 for one in guest.status().members)
+        members = sum(member.live and member.number >= 0 for member in guest.status().members)
         shared = find_corpus(config.data, description.corpus)
         folder = received_corpus_folder(config.data, description.corpus)
         meta = _fetch_meta(folder, description.corpus, guest.fetch, guest.hosts) if shared is None else shared.meta
@@ -286,13 +286,14 @@ def _fetch_description(guest: "Guest") -> RunDescription:
 
 
 def agreed_description(descriptions: Sequence[RunDescription], run_public: bytes) -> RunDescription:
-    """What most members say, of those whose description the run's key has signed. (`steps` may change, unsigned.)"""
+    """Return what most members say, of those whose description the run's key has signed. (`steps` may change,
+    unsigned.)"""
     from diloco.swarm.trust.signatures import is_signed
 
     texts = [
-        one.text()
-        for one in descriptions
-        if is_signed(run_public, bytes.fromhex(one.signature), "run", one.lasting_bytes())
+        description.text()
+        for description in descriptions
+        if is_signed(run_public, bytes.fromhex(description.signature), "run", description.lasting_bytes())
     ]
     if not texts:
         raise ConfigError(
@@ -300,14 +301,14 @@ def agreed_description(descriptions: Sequence[RunDescription], run_public: bytes
             "are not to be trusted; ask the run's owner for a fresh invitation"
         )
     most = Counter(texts).most_common(1)[0][0]
-    return next(one for one in descriptions if one.text() == most)
+    return next(description for description in descriptions if description.text() == most)
 
 
 def check_unfinished(description: RunDescription, status: "RunStatus") -> int:
-    """The number of members; raises RunComplete if they are at the end of the run."""
-    present = [one for one in status.members if one.live and one.number >= 0]
+    """Return the number of members; raises RunComplete if they are at the end of the run."""
+    present = [member for member in status.members if member.live and member.number >= 0]
     steps = int(description.values["steps"])
-    if max((one.position for one in present), default=0) >= steps:
+    if max((member.position for member in present), default=0) >= steps:
         raise RunComplete(f"the run is complete after {steps:,} steps: there is nothing left to join")
     return len(present)
 
@@ -352,7 +353,7 @@ def receive_text(
 
 
 def _fetch_meta(folder: Path, digest: str, fetch: FetchFile, hosts: int) -> CorpusMeta:
-    """The corpus's meta.json, from the first host whose copy matches the digest."""
+    """Return the corpus's meta.json, from the first host whose copy matches the digest."""
     problem: DataError | None = None
     for first in range(hosts):
         bounded = partial(fetch, most_bytes=_MOST_DESCRIPTION_BYTES, first=first)
@@ -365,7 +366,8 @@ def _fetch_meta(folder: Path, digest: str, fetch: FetchFile, hosts: int) -> Corp
 
 
 def _future_shards(shards: int, members: int, workers: int) -> list[int]:
-    """The shards of the last `workers` of `members + workers` members; later changes are fetched beside training."""
+    """Return the shards of the last `workers` of `members + workers` members; later changes are fetched beside
+    training."""
     places = members + workers
     shares = [shards_of(shards, place, places) for place in range(members, places)]
     return sorted({shard for share in shares for shard in share})

@@ -48,9 +48,9 @@ def train_swarm_worker(config: RunConfig, slot: SwarmSlot) -> None:
 
 
 def settings_of(config: RunConfig, slot: SwarmSlot) -> Settings:
-    """The settings of this worker's sidecar. Each local worker has a port of its own."""
+    """Return the settings of this worker's sidecar. Each local worker has a port of its own."""
     swarm = config.swarm
-    announce = () if config.announce is None else tuple(one.strip() for one in config.announce.split(","))
+    announce = () if config.announce is None else tuple(address.strip() for address in config.announce.split(","))
     folder = slot.run_folder.absolute() / SWARM_FOLDER
     port = None if config.port is None else config.port + slot.index
     if port is None and not announce:  # an announced address needs a port that the user knows
@@ -176,8 +176,8 @@ def _chosen_threads(config: RunConfig) -> int | None:
 
 
 def _me(engine: SwarmEngine) -> MemberStatus:
-    """The status of this worker, as its node reports it."""
-    return next(one for one in engine.status().members if one.number == engine.worker)
+    """Return the status of this worker, as its node reports it."""
+    return next(member for member in engine.status().members if member.number == engine.worker)
 
 
 def wait_for_warm_start(status: Callable[[], RunStatus], steps: int, emit: Emit) -> None:

@@ -232,14 +232,14 @@ def warm_start_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: in
 
 def bits_per_second(text: str) -> float:
     """`100mbit`, `1 Gbit/s` or `800kbit` as bits per second."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s)?\s*", text.lower())
-    if not found or not float(found[1]):
+    rate = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s)?\s*", text.lower())
+    if not rate or not float(rate[1]):
         raise ConfigError(f"--bandwidth {text}: give a number and a unit, such as 100mbit, 1gbit or 800kbit")
-    return float(found[1]) * _BITS[found[2]]
+    return float(rate[1]) * _BITS[rate[2]]
 
 
 def measured_bits_per_second(history: RunHistory) -> float | None:
-    """The rate of a run's rounds so far, of the middle one; None if none has sent anything."""
+    """Return the rate of a run's rounds so far, of the middle one; None if none has sent anything."""
     rounds = history.rounds.by_sequence.values()
     told = [(one.bytes_sent, one.statistics["seconds"]) for one in rounds if one.bytes_sent > HEADER_BYTES * 64]
     rates = sorted(8 * sent / seconds for sent, seconds in told if seconds)
@@ -323,17 +323,17 @@ def emit_sizes(
 
 
 def device_budget(device: torch.device, processes: int) -> float | None:
-    """The GPU memory for one of a machine's processes, which share out its GPUs; None on the CPU."""
+    """Return the GPU memory for one of a machine's processes, which share out its GPUs; None on the CPU."""
     return budget_bytes(device, sharing(processes)) if device.type == "cuda" else None
 
 
 def sharing(processes: int) -> int:
-    """How many of a machine's processes are on one GPU."""
+    """Return how many of a machine's processes are on one GPU."""
     return -(-processes // max(1, torch.cuda.device_count()))
 
 
 def warnings(config: RunConfig, sizes: Estimate, device: torch.device) -> list[str]:
-    """What this machine has too little of."""
+    """Return what this machine has too little of."""
     found = [memory_warning(config, sizes)]
     if device.type == "cuda":
         found.append(device_warning(config, sizes, torch.cuda.mem_get_info(device)[0]))
@@ -341,7 +341,7 @@ def warnings(config: RunConfig, sizes: Estimate, device: torch.device) -> list[s
 
 
 def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:
-    """What to say if the processes of this machine need more memory than it has."""
+    """Return what to say if the processes of this machine need more memory than it has."""
     each = sizes.process_bytes + sum(sizes.network_memory.values())
     needed = sizes.processes * each - (sizes.processes - 1) * sizes.memory.get(OF_WORKER_0, 0)
     there = sizes.memory_available
@@ -360,7 +360,7 @@ def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:
 
 
 def device_warning(config: RunConfig, sizes: Estimate, free: int) -> str | None:
-    """What to say if a GPU with `free` bytes has too little memory for a process."""
+    """Return what to say if a GPU with `free` bytes has too little memory for a process."""
     needed = sum(sizes.device_memory.values())
     if needed <= free:
         return None
@@ -374,7 +374,7 @@ def device_warning(config: RunConfig, sizes: Estimate, free: int) -> str | None:
 
 
 def _smaller_batches(config: RunConfig, activations: int, over: int) -> list[str]:
-    """The accumulation with which activations are smaller by `over` bytes, or that with the smallest ones."""
+    """Return the accumulation with which activations are smaller by `over` bytes, or that with the smallest ones."""
     now = config.training.least_accumulation
     most = config.training.batch_size // max(map(int, config.ranks.split(",")))
     larger = [count for count in range(now + 1, most + 1) if most % count == 0]
@@ -383,5 +383,5 @@ def _smaller_batches(config: RunConfig, activations: int, over: int) -> list[str
 
 
 def vocabulary_of(config: RunConfig) -> int:
-    """The tokenizer's, or the most that a new one may have, for a run whose text is not prepared yet."""
+    """Return the tokenizer's, or the most that a new one may have, for a run whose text is not prepared yet."""
     return config.data.vocab_size if config.data.tokenizer is None else Tokenizer.load(config.data.tokenizer).vocab_size

@@ -57,7 +57,7 @@ class Place:
 
 
 def encoded_vectors(config: RunConfig, shapes: Mapping[str, Shape], ranks: int = 1) -> list[EncodedVector]:
-    """What travels of each fragment, of the rank that holds most, without its memory."""
+    """Return what travels of each fragment, of the rank that holds most, without its memory."""
     groups = assign(list(shapes), config.sync) if config.mode == "diloco" else [list(shapes)]
     layouts = [PartLayout(sum(shard_bounds(shapes[name], ranks)[1] for name in group)) for group in groups]
     return [EncodedVector(codec(config.sync.codec), layout, _META) for layout in layouts]
@@ -159,13 +159,14 @@ def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Place, ave
 
 
 def _inbox_bytes(vector: EncodedVector, workers: int) -> int:
-    """Some waves of the others' contributions to what this worker reduces (engines/torch_distributed.py)."""
+    """Return the bytes of some waves of the others' contributions to what this worker reduces
+    (engines/torch_distributed.py)."""
     plan = list(waves(vector, workers))
     return min(WAVES_AHEAD, len(plan)) * (workers - 1) * max(plan[0].counts) * vector.shape[1] if plan else 0
 
 
 def network_memory(config: RunConfig, shapes: Mapping[str, Shape], base: int) -> dict[str, int]:
-    """Of the processes that carry a swarm worker's rounds; nothing with another engine."""
+    """Return the memory of the processes that carry a swarm worker's rounds; nothing with another engine."""
     if config.engine != "swarm":
         return {}
     from diloco.swarm.node.recent_rounds import MAX_BYTES, MAX_ROUNDS  # of the extra `swarm`
@@ -176,7 +177,7 @@ def network_memory(config: RunConfig, shapes: Mapping[str, Shape], base: int) ->
 
 
 def moments_vectors(config: RunConfig, shapes: Mapping[str, Shape]) -> list[EncodedVector]:
-    """What travels of AdamW's second moments, without its memory: one vector, or none."""
+    """Return what travels of AdamW's second moments, without its memory: one vector, or none."""
     if config.mode != "diloco" or config.sync.second_moment_every is None:
         return []
     every = sum(torch.Size(shape).numel() for shape in shapes.values())
@@ -197,8 +198,8 @@ def inner_elements(config: RunConfig, shapes: Mapping[str, Shape]) -> int:
 
 
 def _activations(config: RunConfig, outline: LanguageModel, place: Place, vocab_size: int) -> int:
-    """Of one micro-batch. Gradients count in full beside them, though they are freed before a forward pass: malloc
-    and the GPU's allocator reuse little of the one's memory for the other."""
+    """Return the activations of one micro-batch, in bytes. Gradients count in full beside them, though they are freed
+    before a forward pass: malloc and the GPU's allocator reuse little of the one's memory for the other."""
     rows = max(1, config.training.batch_size // place.ranks // config.training.least_accumulation)
     length = config.data.sequence_length
     short = place.precision in ("bf16", "fp16")
@@ -223,8 +224,8 @@ def _activations(config: RunConfig, outline: LanguageModel, place: Place, vocab_
 
 
 def _adapter_activations(config: RunConfig, outline: LanguageModel, tokens: int) -> int:
-    """What adapters keep besides: their inputs are kept for a trained matrix too, so the products with A, and the
-    gradients of these. Adapters cannot be put into a model whose tensors have no memory."""
+    """Return what adapters keep besides: their inputs are kept for a trained matrix too, so the products with A, and
+    the gradients of these. Adapters cannot be put into a model whose tensors have no memory."""
     adapters = sum(p.requires_grad for p in outline.parameters()) // 2 if config.lora.rank else 0
     return 2 * _FP32 * tokens * adapters * (config.lora.rank or 0)
 
@@ -270,7 +271,7 @@ def native_activations(
 def traced_peak(
     build: Callable[[], LanguageModel], rows: int, length: int, *, precision: torch.dtype | None = None
 ) -> int:
-    """The most that a forward and backward pass holds at a time, without parameters and their gradients.
+    """Return the most that a forward and backward pass holds at a time, without parameters and their gradients.
 
     `build` is called where tensors have no memory.
     """

@@ -42,7 +42,7 @@ class DiskUse:
 
 
 def saved_copies(config: RunConfig) -> int:
-    """How many fp32 copies of the parameters a worker's checkpoint holds at most: parameters, moments, anchor,
+    """Return how many fp32 copies of the parameters a worker's checkpoint holds at most: parameters, moments, anchor,
     outer state, error feedback, starts of eager updates, and the means of rounds that travel when it is saved."""
     sync = config.sync
     states = 0 if config.sync.asynchronous else OUTER_STATES[config.outer.optimizer]
@@ -88,7 +88,7 @@ def check_disk(
 
 
 def remedy(config: RunConfig, use: DiskUse) -> str:
-    """What to do about too little disk."""
+    """Return what to do about too little disk."""
     ways = ["make room", "choose another place with --out"]
     if use.at_once > 2:
         ways.append("keep fewer (--checkpoint.keep 1)")
@@ -111,13 +111,13 @@ def size_text(count: float) -> str:
 
 def available_memory() -> int | None:
     """Bytes that new processes can take without swapping, also within a container's limit; None if not known."""
-    found = [_meminfo_available(), _container_available(Path("/sys/fs/cgroup"))]
-    known = [size for size in found if size is not None]
+    limits = [_meminfo_available(), _container_available(Path("/sys/fs/cgroup"))]
+    known = [size for size in limits if size is not None]
     return min(known) if known else None
 
 
 def resident_bytes() -> int:
-    """The memory of this process; 0 where /proc does not say."""
+    """Return the memory of this process; 0 where /proc does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -132,7 +132,7 @@ def free_disk(folder: Path) -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of all files in a folder, which may change meanwhile."""
+    """Return the size of all files in a folder, which may change meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -151,7 +151,7 @@ def _meminfo_available() -> int | None:
 
 
 def _container_available(cgroup: Path) -> int | None:
-    """By the limits of control groups, version 2 or 1; file caches count as available."""
+    """Return what the limits of control groups leave, version 2 or 1; file caches count as available."""
     for limit, used, stat in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),

@@ -59,7 +59,7 @@ class Swarm(Protocol):
 
     @property
     def roster(self) -> tuple[int, ...]:
-        """The numbers of all live members."""
+        """Return the numbers of all live members."""
 
     @property
     def excluded(self) -> str | None:
@@ -68,7 +68,7 @@ class Swarm(Protocol):
     def fetch_file(self, name: str, path: Path) -> None: ...
 
     def status(self) -> "RunStatus":
-        """The status of all members, as the node reports it."""
+        """Return the status of all members, as the node reports it."""
 
 
 def starting_shards(texts: Texts, engine: Connection, config: RunConfig) -> list[int]:
@@ -86,13 +86,13 @@ def starting_shards(texts: Texts, engine: Connection, config: RunConfig) -> list
 
 
 def present(engine: Connection) -> tuple[int, ...]:
-    """The numbers of the present members, this worker included."""
+    """Return the numbers of the present members, this worker included."""
     others = engine.roster if isinstance(engine, Swarm) else [member.worker for member in engine.members()]
     return tuple(sorted({*others, engine.worker}))
 
 
 def _listed(one: "MemberStatus") -> ListedMember:
-    """A member, as a MembersEvent has it."""
+    """Return a member, as a MembersEvent has it."""
     state = "left" if one.left else "lost" if not one.live else "training" if one.has_state else "joining"
     return ListedMember(
         member=one.number,
@@ -110,7 +110,7 @@ def _listed(one: "MemberStatus") -> ListedMember:
 
 
 def _read(note: bytes) -> Note:
-    """A note of another machine; an empty one if it cannot be read, as the node has told already."""
+    """Return a note of another machine; an empty one if it cannot be read, as the node has told already."""
     try:
         return read_note(note)
     except MalformedNote as problem:
@@ -178,8 +178,8 @@ class SwarmPeers(Peers):
         self._last_step = time.monotonic()
 
     def _wait_for_others(self) -> None:
-        """At the first step, or after a warm start, in which others cannot join: until swarm.min_workers members are
-        there, however long that takes."""
+        """Wait at the first step, or after a warm start, in which others cannot join, until swarm.min_workers members
+        are there, however long that takes."""
         if self._outer.inner_steps != self._config.sync.warm_start:
             return
         wanted = self._config.swarm.min_workers
@@ -240,7 +240,7 @@ class SwarmPeers(Peers):
             )
 
     def list_members(self) -> None:
-        """Every _LIST_SECONDS, for the display."""
+        """Write the members to the event log every _LIST_SECONDS, for the display."""
         now = time.monotonic()
         if self._swarm is None or now - self._listed < _LIST_SECONDS:
             return
@@ -276,7 +276,7 @@ class SwarmPeers(Peers):
         self._validation.after_round(sequence, result.members, notes)
 
     def _most_tokens(self, sequence: int) -> int:
-        """The tokens of all steps of the schedule until this round is posted."""
+        """Return the tokens of all steps of the schedule until this round is posted."""
         return self._outer.schedule.post_step(sequence) * self._config.tokens_per_step
 
     def _guarded(self, what: str, take_in: Callable[..., None], *told: object) -> None:
@@ -301,7 +301,7 @@ class SwarmPeers(Peers):
         check_file(self._corpus.meta, path)
 
     def _write_note(self) -> bytes:
-        """The note for a round; in another thread, which serves a joiner, the last one."""
+        """Return the note for a round; in another thread, which serves a joiner, the last one."""
         if threading.get_ident() == self._thread:
             note = self.claims.describe(self._reader, self._validation.note())
             self._note = write_note(self.tokens.in_note(note, self._outer.report.tokens))
@@ -329,7 +329,7 @@ class SwarmPeers(Peers):
         self.tokens.agree(notes, self._most_tokens(self._outer.sequence))
 
     def tokens_by_worker(self) -> dict[str, int] | None:
-        """At the end; agreed on with all that have confirmed it."""
+        """Return the tokens of every worker, agreed on with all that have confirmed the end."""
         self._guarded("what the members told at the end", self._agree)
         return {str(worker): count for worker, count in sorted(self.tokens.by_worker.items())}
 

@@ -30,13 +30,13 @@ Fetch = Callable[[str, Path], None]
 
 
 def index_among(roster: Iterable[int], worker: int) -> tuple[int, int]:
-    """The index of a worker among the members, and how many there are; the worker itself always counts."""
+    """Return the index of a worker among the members, and how many there are; the worker itself always counts."""
     numbers = sorted({*roster, worker})
     return numbers.index(worker), len(numbers)
 
 
 def shards_of(shards: int, index: int, members: int) -> list[int]:
-    """The shards of the member with this index; with more members than shards, some read the same one."""
+    """Return the shards of the member with this index; with more members than shards, some read the same one."""
     return worker_shards(shards, index, members) if members <= shards else [index % shards]
 
 
@@ -56,11 +56,12 @@ class ShardClaims:
     # Notes
 
     def note(self, reader: ShardReader) -> bytes:
-        """The note of `describe`, written."""
+        """Return the note of `describe`, written."""
         return write_note(self.describe(reader))
 
     def describe(self, reader: ShardReader, validation: ValidationFigure | None = None) -> Note:
-        """How far the shards have been read, this worker's own first; for a round, and for the state of a joiner.
+        """Return how far the shards have been read, this worker's own first; for a round, and for the state of a
+        joiner.
 
         `validation`: the latest figure, which goes with it.
         """
@@ -97,17 +98,17 @@ class ShardClaims:
         self._worker = worker
 
     def shards(self) -> list[int]:
-        """Of this worker, by the present roster."""
+        """Return the shards of this worker, by the present roster."""
         return shards_of(self._corpus.shards, *index_among(set(self.roster) - self._apart, self._worker))
 
     def begin(self, roster: tuple[int, ...], reader: ShardReader) -> None:
-        """Before the first step: each shard continues from its position when this worker joined."""
+        """Continue each shard from its position when this worker joined; called before the first step."""
         self.roster = tuple(sorted({*roster, self._worker}))
         if not self.own_text and not self.take(reader) and self.known:
             reader.take(self.known)
 
     def follow(self, roster: tuple[int, ...], reader: ShardReader) -> bool:
-        """After a round. Returns whether this worker now reads other shards than before."""
+        """Follow the members of a round; return whether this worker now reads other shards than before."""
         self.roster = tuple(sorted({*roster, self._worker}))
         return not self.own_text and self.take(reader)
 
@@ -148,7 +149,7 @@ class ShardFetcher:
 
     @property
     def may_try(self) -> bool:
-        """Whether it is idle and its last failure is RETRY_SECONDS ago."""
+        """Return whether it is idle and its last failure is RETRY_SECONDS ago."""
         busy = self._thread is not None and self._thread.is_alive()
         return not busy and time.monotonic() >= self._not_before
 

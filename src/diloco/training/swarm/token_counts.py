@@ -38,7 +38,7 @@ class TokenCounts:
         self.earlier = self.by_worker.get(worker, 0)
 
     def in_note(self, note: Note, tokens: int) -> Note:
-        """The note, with the counts; `tokens`: that this worker has trained on in this start."""
+        """Return the note, with the counts; `tokens`: that this worker has trained on in this start."""
         return replace(note, own_tokens=self.earlier + tokens, tokens=dict(sorted(self.by_worker.items())))
 
     def after_round(self, notes: Mapping[int, Note], most: int) -> dict[int, int]:

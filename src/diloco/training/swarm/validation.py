@@ -98,7 +98,7 @@ class SwarmValidation(Validation):
             super().measure_start(mode, joined=False)
 
     def after_round(self, sequence: int, members: Sequence[Member], notes: Mapping[int, Note]) -> None:
-        """After a round of this worker: take in reports and notes, and see whether a measurement is due.
+        """Take in the reports and notes of a round of this worker, and see whether a measurement is due.
 
         `notes`: those of the other members, by worker.
         """
@@ -119,7 +119,7 @@ class SwarmValidation(Validation):
         self._absent = True
 
     def due(self, step: int) -> bool:
-        """Only while the anchor is the one after that round."""
+        """Return whether to measure now: only while the anchor is the one after that round."""
         del step
         return self._due is not None and self._is_anchor_after(self._due)
 
@@ -141,10 +141,10 @@ class SwarmValidation(Validation):
             self._record(mode, self._evaluator.measure(*self._share(last)), last)
 
     def announce(self) -> None:
-        """Nothing: `after_round` has done it."""
+        """Do nothing: `after_round` has done it."""
 
     def announce_end(self) -> None:
-        """After the confirmation: shares that are missing are of workers that are gone; the leader measures them."""
+        """Measure, as the leader, the shares that are missing after the confirmation: their workers are gone."""
         self._hear(self._engine.members())
         step = self._config.steps
         last = self._last
@@ -162,7 +162,7 @@ class SwarmValidation(Validation):
     # The latest figure, for workers that join or return
 
     def note(self) -> ValidationFigure | None:
-        """What this worker's notes say of the latest figure."""
+        """Return what this worker's notes say of the latest figure."""
         if self._figure is None:
             return None
         return ValidationFigure(self.announced_step, self._figure.loss, self._figure.tokens)
@@ -224,7 +224,7 @@ class SwarmValidation(Validation):
         self._announce_complete()
 
     def _missing(self, measured: _Measurement) -> set[int]:
-        """The members whose share has not come in. A member without a window has none."""
+        """Return the members whose share has not come in. A member without a window has none."""
         members = measured.round.members
         return {
             worker
@@ -263,7 +263,7 @@ class SwarmValidation(Validation):
 
 
 def add_up(shares: Mapping[int, Evaluation], own: int) -> tuple[Evaluation, dict[int, float]]:
-    """The figure of all shares, in worker order: the same bits on every machine; and those that are too far off.
+    """Return the figure of all shares, in worker order: the same bits on every machine; and those that are too far off.
 
     Honest shares measure the same anchor on windows in turn, and are alike. A share further from the median than four
     median deviations, and than a twentieth of it, counts as that far; one that is not finite counts as the median. Of
