@@ -14,8 +14,8 @@ from diloco.engines import header
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.participant import Participant
+from diloco.swarm.node.round import Round
 from diloco.swarm.protocol.messages import Ready
-from diloco.swarm.protocol.round import Round
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.trainer import PostedRound, PresentWorker
 

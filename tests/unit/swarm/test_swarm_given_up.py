@@ -60,7 +60,7 @@ def test_a_leader_that_most_follow_goes_on_against_the_word_of_one_that_they_pas
         idle.node.leader.answer_ready = lambda *_: Waiting()  # type: ignore[method-assign]
         idle.node.participant.leaders.usurped = lambda *_: idle.name  # type: ignore[method-assign]
         for worker in others:
-            worker.node.members.attendance.pass_over(idle.name)
+            worker.node.members.attendance.pass_over(idle.name, worker.node.members.now())
         return list(await asyncio.gather(*(post(worker, 1, 30.0) for worker in others)))
 
     outcomes = told(story, patience=0.5)

@@ -16,8 +16,8 @@ from diloco.swarm.node.file_transfer import fetch_file
 from diloco.swarm.node.guest import Guest
 from diloco.swarm.node.places import Place, Places
 from diloco.swarm.protocol.certificate import Certificate
+from diloco.swarm.protocol.membership import give_number
 from diloco.swarm.protocol.messages import OpenState, RosterEntry
-from diloco.swarm.protocol.numbers import give_number
 from diloco.swarm.protocol.status import MAX_NUMBER
 from diloco.swarm.protocol.wire import encode, write_frame
 from diloco.swarm.run_files import PEERS_FILE, invitation_file

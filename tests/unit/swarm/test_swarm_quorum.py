@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from diloco.swarm.network.transport import CallRefused
-from diloco.swarm.node.members import Peer
+from diloco.swarm.protocol.membership import Peer
 from diloco.swarm.simulator.stories import founded, rounds, told
 from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, values
 from diloco.swarm.trainer import RoundOutcome

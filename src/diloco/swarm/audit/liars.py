@@ -68,7 +68,7 @@ class Liars:
             self._ban_all(proof, guilty)
             return
         for leader in leaders:
-            self._members.attendance.pass_over(leader, timing.TWO_ENDS_SECONDS)
+            self._members.attendance.pass_over(leader, self._members.now(), timing.TWO_ENDS_SECONDS)
 
     def answer(self, message: Proof) -> PeerMessage:
         """Raises Malformed if it proves nothing."""

@@ -96,7 +96,7 @@ def _step_down_if_most_follow_others(
     if led_by and (2 * len(rest) <= len(answers) or not participant.outcomes.quorum.is_majority(rest)):
         leader = led_by.most_common(1)[0][0]
         if (own := participant.rounds.get(sequence)) is not None:
-            own.leader = leader
+            own.turn_to(leader)
         raise SteppedDown(f"{leader} leads it")
     return rest
 

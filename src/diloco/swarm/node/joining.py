@@ -18,8 +18,8 @@ from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.members import Members
 from diloco.swarm.node.processes import addressed
 from diloco.swarm.protocol import timing
+from diloco.swarm.protocol.membership import clashes
 from diloco.swarm.protocol.messages import AskNumber, Number, expect
-from diloco.swarm.protocol.numbers import clashes
 from diloco.swarm.protocol.refusals import NOT_ADMITTED
 from diloco.swarm.protocol.wire import Malformed
 from diloco.swarm.run_files import PEERS_FILE, invitation_file, write_private

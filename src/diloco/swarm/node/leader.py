@@ -13,8 +13,8 @@ from diloco.swarm.node import clock
 from diloco.swarm.node.led_round import LedRound
 from diloco.swarm.node.participant import Participant
 from diloco.swarm.protocol import timing
+from diloco.swarm.protocol.membership import clashes
 from diloco.swarm.protocol.messages import Complete, Done, Ended, NotLeader, Opposed, Ready, Trouble, Waiting
-from diloco.swarm.protocol.numbers import clashes
 from diloco.swarm.protocol.plan import Entry
 from diloco.swarm.protocol.shares import Shares
 from diloco.swarm.protocol.troubles import Quarrels

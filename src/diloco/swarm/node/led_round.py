@@ -26,8 +26,8 @@ from diloco.swarm.node.inquiry import SteppedDown, inquire_in_turn
 from diloco.swarm.node.participant import Participant
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Certificate, Vote, certify, is_most, largest_group
+from diloco.swarm.protocol.membership import clashes
 from diloco.swarm.protocol.messages import Commit, Done, Ended, Opposed, Posted, Superseded
-from diloco.swarm.protocol.numbers import clashes
 from diloco.swarm.protocol.plan import Authority, Entry, Plan
 from diloco.swarm.protocol.shares import Shares
 from diloco.swarm.protocol.terms import ReadyWorkers, Terms, own_layout, own_terms

@@ -1,22 +1,18 @@
-"""The members of the swarm as one node sees them: which are live, which of them leads, which numbers are taken.
+"""The members of the swarm, kept up to date: what peers and other members say of them, with events and wake-ups.
 
-There is no master. The live member with the lowest number that has the state leads rounds (node/leader.py) and gives
-numbers to joiners (numbers.py); when it is lost, the next one does. The views of two nodes may differ for a moment:
-rounds are safe all the same, since every message of a leader carries an authority (plan.py). heartbeats.py keeps the
-view up to date. No peer is a member without a credential.
+What follows from them (which are live, which one leads) is in protocol/membership.py; heartbeats.py calls and answers
+them. No peer is a member without a credential.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.transport import Transport
 from diloco.swarm.node import clock
 from diloco.swarm.node.faults import Faults
-from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.attendance import Attendance
+from diloco.swarm.protocol.membership import MAX_TOLD_ADDRESSES, Membership, Peer
 from diloco.swarm.protocol.messages import RosterEntry
 from diloco.swarm.protocol.status import OwnStatus, Status
 from diloco.swarm.run_files import REVOCATIONS_FILE
@@ -27,57 +23,21 @@ from diloco.swarm.trust.permissions import MAX_PEERS, Permissions
 logger = logging.getLogger(__name__)
 
 MAX_ADDRESSES = 16
-MAX_TOLD_ADDRESSES, MAX_TELLERS = 8, 8
-"""Addresses that one member may tell of another; members whose word about one is kept."""
+MAX_TELLERS = 8
+"""Members whose word about the addresses of one is kept."""
 NEW_AT_ONCE, NEW_PER_SECOND = 1024.0, 16.0
 """New members that one member may name."""
 DIALS_AT_ONCE, DIALS_PER_SECOND = 16.0, 0.1
 """Calls to addresses that one member has told, without an answer of the peer that it named."""
-_LATEST_ROUNDS = 3
 
 
-@dataclass
-class Peer:
-    """A peer is live from its first answer until it is lost or leaves. Times are those of the node's clock."""
-
-    name: str
-    credential: bytes
-    addresses: tuple[str, ...]
-    """As the peer itself has told them."""
-    told: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Addresses that other members have told while it is not live here, by teller."""
-    status: Status = field(default_factory=Status)
-    heard_at: float = 0.0
-    """0 for a peer that other members have named, and that has not proved its key here."""
-    asked_at: float = 0.0
-    live: bool = False
-    left: bool = False
-    """It has said goodbye."""
-    lost_at: float = 0.0
-    gone: bool = False
-    """It is known to be dead or to have left; a lost peer that is not gone may only be cut off."""
-    rejects: bool = False
-    """It refuses this node: banned or revoked."""
-    rival: tuple[str, float] = ("", 0.0)
-    """A second process that has said hello with this peer's identity, and when it first did."""
-    latency_seconds: float = 0.0
-    knows: frozenset[str] | None = None
-    """The live members as the peer last reported them, by the ends of their names."""
-
-    def roster_entry(self) -> RosterEntry:
-        return RosterEntry(self.name, self.credential, self.addresses[:MAX_TOLD_ADDRESSES], self.status.number)
-
-
-class Members:
+class Members(Membership):
     def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, status: OwnStatus) -> None:
         """`status`: this worker's own."""
-        self.transport, self.permissions, self.settings, self.status = transport, permissions, settings, status
+        super().__init__(transport.peer, settings, status, clock.now)
+        self.transport = transport
+        self.permissions = permissions
         permissions.is_known_to_most = self._is_known_to_most
-        self.peers: dict[str, Peer] = {}
-        self.numbers: dict[str, int] = {}
-        """Peer -> worker number, of all that this node has heard with one: a worker that returns keeps its number.
-        What others say of a peer is not in it, so that no invented one counts in a quorum."""
-        self.attendance = Attendance()
         self.addresses: tuple[str, ...] = ()
         """This node's own."""
         self.excluded: str | None = None
@@ -90,73 +50,6 @@ class Members:
         """In their order: what a node does next must not depend on addresses in memory."""
         self._new_from = PeerRateLimit(NEW_AT_ONCE, NEW_PER_SECOND, MAX_PEERS)
         self._dials = PeerRateLimit(DIALS_AT_ONCE, DIALS_PER_SECOND, MAX_PEERS)
-
-    @property
-    def me(self) -> str:
-        return self.transport.peer
-
-    # Views
-
-    def live(self) -> list[Peer]:
-        """The other live members, in worker order."""
-        live = [peer for peer in self.peers.values() if peer.live and peer.status.number >= 0]
-        return sorted(live, key=lambda peer: peer.status.number)
-
-    def with_state(self) -> list[Peer]:
-        """The other live members that have the global state."""
-        return [peer for peer in self.live() if peer.status.has_state]
-
-    def is_live(self, name: str) -> bool:
-        return name == self.me or (name in self.peers and self.peers[name].live)
-
-    def number_of(self, name: str) -> int:
-        """−1 if it has none."""
-        if name == self.me:
-            return self.status.number
-        peer = self.peers.get(name)
-        return -1 if peer is None else peer.status.number
-
-    def roster(self) -> tuple[int, ...]:
-        """The numbers of the live members that have the state."""
-        own = [self.status.number] if self.status.has_state else []
-        return tuple(sorted({*own, *(peer.status.number for peer in self.with_state())}))
-
-    def leader(self) -> str | None:
-        """The live member with the lowest number that has the state and leads well; None if no member has the state."""
-        candidates = [(peer.status.number, peer.name) for peer in self.with_state()]
-        if self.status.has_state:
-            candidates.append((self.status.number, self.me))
-        good = [one for one in candidates if self.attendance.may_lead(one[1])]
-        return min(good or candidates)[1] if candidates else None
-
-    def most_ended(self, sequence: int) -> bool:
-        """Whether at least half of the members with the state say that this round has ended.
-
-        Only members whose contributions are in the latest rounds are counted, where there are any: many joiners or
-        returning workers at once cannot outvote them. What is known of the others may be some beats old, and they count
-        all the same: else a single one that claims to be ahead would outvote them.
-        """
-        holders = [s for s in (self.status, *(peer.status for peer in self.live())) if s.has_state]
-        latest = self.status.ended_round
-        voters = [
-            s for s in holders if latest >= 0 and s.contributed_round >= max(0, latest - _LATEST_ROUNDS)
-        ] or holders
-        return 0 < len(voters) <= 2 * sum(status.ended_round >= sequence for status in voters)
-
-    def may_go_on(self) -> bool:
-        """False for a while after most members have fallen silent: this machine's own network may be cut.
-
-        Peers that are known to be dead do not count. If half of the members are silent the others wait briefly, if
-        most are, about a minute; then a swarm that has really lost them goes on.
-        """
-        now = clock.now()
-        silent = [peer for peer in self.peers.values() if peer.lost_at and not peer.gone and peer.status.has_state]
-        present = 1 + len(self.with_state())
-        for share, wait in ((1, timing.HALF_SILENT_SHARE), (0, timing.MOST_SILENT_SHARE)):
-            recent = sum(now - peer.lost_at < wait * self.settings.lost_seconds for peer in silent)
-            if recent > present - share:
-                return False
-        return True
 
     # Changes
 
@@ -294,7 +187,7 @@ class Members:
         if status.has_state and not peer.status.has_state:
             self.attendance.record_state(peer.name)
         peer.status = status
-        if status.number < 0 or (0 <= number != status.number and self._is_taken(status.number, peer.name)):
+        if status.number < 0 or (0 <= number != status.number and self.is_taken(status.number, peer.name)):
             status.number = number  # a member that has a number cannot take another one's
         if status.number >= 0:
             self.numbers[peer.name] = status.number
@@ -304,11 +197,6 @@ class Members:
         if status.number >= 0 and (appeared or number < 0):
             self.emit_about("member_joined", peer.name)
         self.changed()
-
-    def _is_taken(self, number: int, name: str) -> bool:
-        heard = [other for other in self.peers.values() if other.heard_at]
-        numbers = {other.name: other.status.number for other in heard} | {self.me: self.status.number}
-        return any(its == number for other, its in numbers.items() if other != name)
 
     def record_lost(self, peer: Peer, reason: str, *, gone: bool = False) -> None:
         if not peer.live:

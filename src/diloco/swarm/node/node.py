@@ -51,7 +51,7 @@ from diloco.swarm.node.state_transfer import StateTransfer
 from diloco.swarm.protocol import guest_messages, messages, timing
 from diloco.swarm.protocol import proof_messages as proofs
 from diloco.swarm.protocol.certificate import Agreed
-from diloco.swarm.protocol.numbers import give_number
+from diloco.swarm.protocol.membership import give_number
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.protocol.status import MemberStatus, OwnStatus, RunStatus
 from diloco.swarm.protocol.wire import PROTOCOL, Malformed, PeerMessage, encode, read_frame

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diloco.engines.rounds import Comparison, RoundPhases
 from diloco.swarm.audit.liars import Liars
 from diloco.swarm.audit.mean_check import MeanCheck
 from diloco.swarm.audit.notary import Notary
@@ -24,6 +23,7 @@ from diloco.swarm.node import clock
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.recent_rounds import RecentRounds
+from diloco.swarm.node.round import Round
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed, Certificate
 from diloco.swarm.protocol.messages import (
@@ -41,7 +41,6 @@ from diloco.swarm.protocol.messages import (
 from diloco.swarm.protocol.missed_rounds import MissedRounds
 from diloco.swarm.protocol.plan import MAX_WORKERS, Plan, parse_header
 from diloco.swarm.protocol.quorum import FEWEST, Quorum
-from diloco.swarm.protocol.round import Round
 from diloco.swarm.protocol.wire import DataFrames, Malformed, encode, write_frame
 
 logger = logging.getLogger(__name__)
@@ -113,7 +112,7 @@ class Outcomes:
         if certificate.mean != round_.vote.mean:
             self.liars.compare(round_.plan, (round_.vote, certificate))
             return False
-        round_.certificate = certificate
+        round_.certify(certificate)
         self.succeed(round_, round_.plan)
         return True
 
@@ -227,7 +226,7 @@ class Outcomes:
                         if not round_.ended:
                             await self._fetch_own_mean(round_, agreed, peer)
                         if not round_.ended:  # its deadline may have passed meanwhile
-                            round_.certificate = agreed.certificate
+                            round_.certify(agreed.certificate)
                             self.succeed(round_, agreed.plan)
                     return
         except (Unreachable, CallRefused, Malformed) as problem:
@@ -255,7 +254,7 @@ class Outcomes:
         if not agreed.plan.has_mean or (same_plan and round_.vote is not None and round_.vote.mean == mean):
             return
         round_.stop_transfer()
-        round_.vote, round_.comparison, round_.phases = None, Comparison(), RoundPhases()
+        round_.drop_mean()
         data = await self.fetch_mean(agreed, peer)
         if len(data) != posted.mean.num_bytes:
             raise Malformed(f"a mean of {len(data)} bytes instead of {posted.mean.num_bytes}")

@@ -13,7 +13,7 @@ import logging
 
 from msgspec import structs
 
-from diloco.engines.rounds import Comparison, RoundPhases
+from diloco.swarm.audit import merkle
 from diloco.swarm.audit.directions import find_opposed
 from diloco.swarm.audit.norms import Encoding
 from diloco.swarm.audit.own_contributions import hash_parts
@@ -21,39 +21,31 @@ from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.joining import settle_number
 from diloco.swarm.node.outcomes import Outcomes
+from diloco.swarm.node.round import Round
 from diloco.swarm.node.transfer import Transfer, TransferFailed
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Vote
-from diloco.swarm.protocol.giving_up import check_majority, look_back, record_too_few
-from diloco.swarm.protocol.leader_watch import LeaderWatch, check_term
+from diloco.swarm.protocol.following import Follower, StartTransfer, UnknownSeat
 from diloco.swarm.protocol.messages import (
     Commit,
     Complete,
     Done,
     Ended,
     Inquire,
-    LedBy,
-    NotPosted,
     OpenParts,
     Opposed,
-    Posted,
     Ready,
-    Superseded,
     Trouble,
-    Voted,
     Waiting,
 )
-from diloco.swarm.protocol.plan import NO_AUTHORITY, Authority, Plan
+from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.protocol.refusals import OUT_OF_THE_RUN
-from diloco.swarm.protocol.round import Round
 from diloco.swarm.protocol.terms import own_terms
 from diloco.swarm.protocol.transfer_times import TransferTimes
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
 from diloco.swarm.trainer import PostedRound, RoundOutcome
 
 logger = logging.getLogger(__name__)
-
-_MAX_PROMISES = 16
 
 
 class Participant:
@@ -62,13 +54,15 @@ class Participant:
         self.heartbeats, self.members = outcomes.heartbeats, outcomes.members
         self.settings = self.members.settings
         self.transfers = TransferTimes()
-        self._promised: dict[int, Authority] = {}
-        """The highest authority that has inquired about a round which this worker has not posted."""
-        self.leaders = LeaderWatch(self.members, self.transfers)
         self.layout: str | None = None
         """Of what this worker trains, once it has posted."""
         self.rounds: dict[int, Round] = {}
         """Rounds that this worker has posted and that have not ended, by sequence."""
+        self.follower = Follower(
+            self.members, outcomes.quorum, outcomes.missed, self.transfers, self.rounds, outcomes.has_ended,
+            self.members.permissions.has_seat,
+        )  # fmt: skip
+        self.leaders = self.follower.leaders
 
     # Posting
 
@@ -76,8 +70,15 @@ class Participant:
         """Returns when the round has ended, or its deadline is over."""
         await self.outcomes.recent.copied()  # a mean may be kept in the memory of this round
         status, leaves = self.members.status, await hash_parts(posted)
-        authority = self._promised.pop(posted.key.sequence, NO_AUTHORITY)
-        round_ = self.rounds[posted.key.sequence] = Round(posted, status.number, authority=authority, leaves=leaves)
+        round_ = Round(
+            posted,
+            status.number,
+            clock.now(),
+            authority=self.follower.take_promise(posted.key.sequence),
+            root=merkle.root(leaves),
+            leaves=leaves,
+        )
+        self.rounds[posted.key.sequence] = round_
         self.layout = own_terms(posted).layout
         self.outcomes.liars.encodings[posted.key.fragment] = Encoding.of(posted)
         status.post(round_.sequence, min(self.rounds))
@@ -89,13 +90,14 @@ class Participant:
                     if self.members.excluded is not None:
                         round_.fail(self.members.excluded, fatal=True)
                         break
-                    await look_back(round_, self.outcomes, self.rounds)
-                    check_majority(round_, self.outcomes)
+                    await self._look_back(round_)
+                    if (reason := self.follower.why_give_up(round_)) is not None:
+                        round_.fail(reason)
                     await self._announce(round_)
                     await self._watch(round_)
-                    self._watch_leader(round_)
+                    self._pass_over(self.follower.watch_leader(round_), round_)
         except TimeoutError:
-            if ahead := self._first_ahead(round_.sequence):
+            if ahead := self.members.first_ahead(round_.sequence):
                 await self.outcomes.resolve(round_, ahead)
             round_.fail(f"no result within {posted.deadline_seconds:g} s")
         finally:
@@ -113,7 +115,7 @@ class Participant:
         if round_.ended:
             return
         leader = round_.leader or self.members.leader()
-        round_.leader = None
+        round_.turn_to(None)
         if leader is None:
             # This worker missed rounds, and all members that have the state are gone: only a resync can settle it.
             round_.fail("no live member has the state of the run", resync=True)
@@ -128,13 +130,14 @@ class Participant:
             elif reason.code == "model":
                 self._record_other_model(round_, str(reason))
             elif reason.code == "few":
-                record_too_few(round_, self.outcomes, leader)
+                if (too_few := self.follower.why_too_few(round_, leader)) is not None:
+                    round_.fail(too_few)
                 return
             elif reason.code == "number" and await settle_number(self.heartbeats):
-                round_.number, round_.refusals = self.members.status.number, 0
+                round_.take_number(self.members.status.number)
             logger.info("round %d: %s refuses this worker's header: %s", round_.sequence, leader, reason)
             self.heartbeats.beat_soon(leader)
-            round_.refusals += 1
+            round_.record_refused()
             await asyncio.wait(
                 {round_.outcome}, timeout=min(timing.MOST_BACK_OFF_SECONDS, timing.POLL_SECONDS * 2**round_.refusals)
             )
@@ -142,11 +145,11 @@ class Participant:
             logger.info("round %d: %s", round_.sequence, problem)
         else:
             if isinstance(answer, Waiting):
-                round_.leader, round_.refusals = leader, 0
+                round_.record_accepted(leader)
                 return
             if isinstance(answer, Ended):
                 await self.outcomes.resolve(round_, leader)
-                self.leaders.record_ended(leader, round_)
+                self._pass_over(self.leaders.record_ended(leader, round_), round_)
             else:  # NotLeader: the views of both settle within a beat
                 self.heartbeats.beat_soon(leader)
         await self.members.wait_for_change(timing.POLL_SECONDS)
@@ -164,85 +167,70 @@ class Participant:
         while not round_.ended and round_.leader is not None and clock.now() < ask_again:
             await asyncio.wait({round_.outcome}, timeout=timing.POLL_SECONDS)
             if round_.leader is not None and not self.members.is_live(round_.leader):
-                round_.leader = None
-            self._watch_leader(round_)
-            if (ahead := self._first_ahead(round_.sequence)) is not None and not round_.ended:
+                round_.turn_to(None)
+            self._pass_over(self.follower.watch_leader(round_), round_)
+            if (ahead := self.members.first_ahead(round_.sequence)) is not None and not round_.ended:
                 others_ended = others_ended or clock.now()
                 if clock.now() - others_ended > timing.COMMIT_SHARE * self.settings.lost_seconds:
                     await self.outcomes.resolve(round_, ahead)
 
-    def _watch_leader(self, round_: Round) -> None:
-        """Rounds end in their order: no leader is to blame for one that waits for an earlier one."""
-        is_next = round_.sequence == min(self.rounds)
-        self.leaders.watch(round_, may_go_on=is_next and self.members.may_go_on() and self.outcomes.quorum.is_here())
+    def _pass_over(self, leader: str | None, round_: Round) -> None:
+        """Tell that this worker waits for another leader now, if it does."""
+        if leader is not None:
+            self.members.emit_about("leader_passed_over", leader, round=round_.sequence)
+            self.members.changed()
 
-    def _first_ahead(self, sequence: int) -> str | None:
-        """A live member that has ended this round."""
-        return next((peer.name for peer in self.members.live() if peer.status.ended_round >= sequence), None)
+    async def _look_back(self, round_: Round) -> None:
+        """Fail this round if one before it, which this worker gave up, has ended with the votes of most: it lacks that
+        one's mean."""
+        ended = {peer.name: peer.status.ended_round for peer in self.members.live()}
+        for peer, sequence in ended.items():
+            if not self.follower.may_have_missed(round_, sequence):
+                continue
+            try:
+                agreed = await self.outcomes.ask(peer, sequence)
+            except (Unreachable, CallRefused, Malformed) as problem:
+                logger.info("round %d: %s does not give its outcome: %s", sequence, peer, problem)
+                continue
+            if agreed is not None and self.outcomes.quorum.has_decided(agreed):
+                self.members.status.lose_state()
+                round_.fail(f"round {sequence} has ended, which this worker gave up", resync=True)
 
     # Messages of leaders
 
     def answer_plan(self, sender: str, plan: Plan) -> PeerMessage:
-        round_ = self.rounds.get(plan.key.sequence)
-        if (refusal := self._refusal(sender, plan.key.sequence, plan.authority)) is not None or round_ is None:
-            return refusal or NotPosted()
-        if round_.plan is not None and round_.plan == plan:
-            return Done()  # it was offered again, since the first answer was lost
-        if plan.authority <= round_.authority:
-            return Superseded(round_.authority)
-        round_.check_plan(plan, sender, self.members.me)
-        self._check_seats(round_, plan)
-        self.outcomes.quorum.check_plan(plan)
-        if (peer := self.outcomes.missed.find_excess(plan)) is not None:
-            raise CallRefused(f"the plan counts {peer} as more rounds of work than it has missed", "rounds")
-        self._check_opposed(round_, plan)
+        try:
+            decision = self.follower.hear_plan(sender, plan)
+        except UnknownSeat as unknown:
+            self.heartbeats.beat_soon(plan.leader)
+            if unknown.trouble is not None:
+                telling = self._tell_leader(self.rounds[plan.key.sequence], plan, unknown.trouble)
+                self.members.faults.start(telling, "telling of a worker without a seat")
+            raise
+        if isinstance(decision, StartTransfer):
+            self._start_transfer(self.rounds[plan.key.sequence], decision)
+            return Done()
+        return decision
+
+    def _start_transfer(self, round_: Round, decision: StartTransfer) -> None:
+        plan = decision.plan
         round_.stop_transfer()
-        round_.authority, round_.leader, round_.plan, round_.vote = plan.authority, sender, plan, None
-        round_.comparison, round_.planned_at, round_.phases = Comparison(), clock.now(), RoundPhases()
         if plan.has_mean:
             self.outcomes.check.own.keep(plan, round_.posted, round_.leaves)
-            seconds, patience = self.settings.stall_seconds, self.transfers.patience(plan, self.settings.lost_seconds)
             round_.transfer = Transfer(
-                plan, round_.posted, self.calls.transport, seconds, self.outcomes.notary, round_.leaves, patience
+                plan,
+                round_.posted,
+                self.calls.transport,
+                self.settings.stall_seconds,
+                self.outcomes.notary,
+                round_.leaves,
+                decision.patience_seconds,
             )
         round_.task = self.members.faults.start(self._follow(round_, plan), "following a plan")
         round_.planned.set()
-        return Done()
-
-    def _check_seats(self, round_: Round, plan: Plan) -> None:
-        """Raises CallRefused if a worker of the plan is not known here to have an invitation of its own.
-
-        It may be a newcomer: then the leader, asked at once, shows its credential, and offers the plan again. If it
-        does not for `lost_seconds`, one of the two is told to be a second key of an invitation: a quarrel
-        (troubles.py), since each member may have met another one of the two keys first.
-        """
-        unknown = [entry.peer for entry in plan.entries if not self.members.permissions.has_seat(entry.peer)]
-        if not unknown:
-            round_.unknown_since = None
-            return
-        self.heartbeats.beat_soon(plan.leader)
-        reason = f"the worker {unknown[0]} has no invitation that is known here, or one of another worker"
-        round_.unknown_since = round_.unknown_since or clock.now()
-        if clock.now() - round_.unknown_since > self.settings.lost_seconds:
-            round_.unknown_since = clock.now()
-            trouble = Trouble(round_.sequence, plan.authority, unknown[0], reason[:200], lie=True)
-            self.members.faults.start(self._tell_leader(round_, plan, trouble), "telling of a worker without a seat")
-        raise CallRefused(reason, "seat")
-
-    def _check_opposed(self, round_: Round, plan: Plan) -> None:
-        """A leader cannot have a contribution refused for its direction that this worker has seen to be right.
-
-        In a first plan only those are refused that were so in the last round. Raises CallRefused.
-        """
-        last = self.outcomes.quorum.last
-        right = set(round_.cleared)
-        if plan.authority.attempt == 1 and last is not None:
-            right |= {entry.peer for entry in last.entries} - {*last.opposed_peers}
-        if wronged := right.intersection(plan.opposed_peers):
-            raise CallRefused(f"the contribution of {min(wronged)} does not point against the others", "plan")
 
     def answer_commit(self, sender: str, commit: Commit) -> PeerMessage:
-        refusal = self._refusal(sender, commit.sequence, commit.authority)
+        refusal = self.follower.refusal(sender, commit.sequence, commit.authority)
         if refusal is not None:
             return Done() if isinstance(refusal, Ended) else refusal
         round_ = self.rounds[commit.sequence]
@@ -253,43 +241,7 @@ class Participant:
 
     def answer_inquiry(self, sender: str, inquire: Inquire) -> PeerMessage:
         """A new leader asks for the state of a round. From here on leaders of lower authority are refused."""
-        if (leader := self.leaders.usurped(sender, inquire.sequence, self.rounds.get(inquire.sequence))) is not None:
-            return LedBy(leader)
-        refusal = self._refusal(sender, inquire.sequence, inquire.authority)
-        round_ = self.rounds.get(inquire.sequence)
-        if round_ is None or refusal is not None:
-            leader = round_.leader if isinstance(refusal, Superseded) and round_ is not None else None
-            if leader not in (None, sender) and self.members.is_live(leader):  # a leader that begins again is told how
-                return LedBy(leader)
-            return refusal or NotPosted()
-        seen, round_.authority = round_.authority, inquire.authority
-        if round_.plan is None or round_.vote is None:
-            return Posted(round_.contribution, *round_.limits, None, seen)
-        return Posted(round_.contribution, *round_.limits, Voted(round_.plan, round_.vote), seen)
-
-    def _refusal(self, sender: str, sequence: int, authority: Authority) -> PeerMessage | None:
-        """Why a leader's message is not obeyed, if so."""
-        if self.outcomes.has_ended(sequence):
-            return Ended()
-        round_ = self.rounds.get(sequence)
-        if -authority.minus_number != self.members.number_of(sender):
-            raise CallRefused(f"the authority of worker {-authority.minus_number}, sent by another worker", "number")
-        if round_ is None:
-            return self._promise(sequence, authority)
-        check_term(authority, round_.authority)
-        return Superseded(round_.authority) if authority.leader < round_.authority.leader else None
-
-    def _promise(self, sequence: int, authority: Authority) -> PeerMessage:
-        """This worker has not posted the round yet, and will obey no leader of a lower authority in it."""
-        before = self._promised.get(sequence, NO_AUTHORITY)
-        check_term(authority, before)
-        if authority.leader < before.leader:
-            return Superseded(before)
-        self._promised[sequence] = max(before, authority)
-        while len(self._promised) > _MAX_PROMISES:
-            past = [sequence for sequence in self._promised if self.outcomes.has_ended(sequence)]
-            del self._promised[min(past, default=max(self._promised))]  # a promise of a near round is not forgotten
-        return NotPosted()
+        return self.follower.hear_inquiry(sender, inquire)
 
     async def _follow(self, round_: Round, plan: Plan) -> None:
         """Exchange parts as the plan says, and tell the leader how that went."""
@@ -308,7 +260,7 @@ class Participant:
                 return
             vote = self._vote(round_, plan)
             self.outcomes.quorum.record_vote(plan)
-            round_.transferred(vote)
+            round_.record_mean(vote)
             message = Complete(round_.sequence, plan.authority, vote)
         except TransferFailed as problem:
             logger.info("round %d: no transfer with %s: %s", round_.sequence, problem.peer, problem)
@@ -325,7 +277,7 @@ class Participant:
         """Whether a contribution to this plan points against the others': then it is not voted for."""
         assert round_.transfer is not None
         found = find_opposed(plan, round_.posted.num_parts, round_.transfer.ranges)
-        round_.cleared = {entry.peer for entry in plan.contributors} - found.keys()
+        round_.clear({entry.peer for entry in plan.contributors} - found.keys())
         for peer, cosine in found.items():
             logger.info("round %d: the contribution of %s has the cosine %.2f", round_.sequence, peer, cosine)
         if found:

@@ -17,7 +17,8 @@ import time
 from diloco.own_command import command
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.node import clock
-from diloco.swarm.node.members import Members, Peer
+from diloco.swarm.node.members import Members
+from diloco.swarm.protocol.membership import Peer
 from diloco.swarm.protocol.messages import Addressed, decode
 from diloco.swarm.protocol.wire import PeerMessage, encode
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from diloco.swarm.node import clock
-from diloco.swarm.node.members import Peer
 from diloco.swarm.protocol import timing
+from diloco.swarm.protocol.membership import Peer
 
 _AT_ONCE = 2
 _T = TypeVar("_T")

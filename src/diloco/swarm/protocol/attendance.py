@@ -17,7 +17,6 @@ A leader that lets the others wait is passed over as a leader, and the next memb
 from collections.abc import Iterable
 
 from diloco.swarm.network.limits import LruCache
-from diloco.swarm.node import clock
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.plan import MAX_WORKERS
@@ -76,12 +75,12 @@ class Attendance:
         """It has fetched the state, and can be in the next round. Its line is no better for that."""
         self._absences.give_a_chance(name)
 
-    def pass_over(self, leader: str, seconds: float = timing.PASSED_OVER_SECONDS) -> None:
+    def pass_over(self, leader: str, now: float, seconds: float = timing.PASSED_OVER_SECONDS) -> None:
         """It has led a round that did not go on, or that has ended in two ways."""
-        self._poor_leaders.put(leader, clock.now() + seconds)
+        self._poor_leaders.put(leader, now + seconds)
 
-    def may_lead(self, name: str) -> bool:
-        return (self._poor_leaders.get(name) or 0.0) < clock.now()
+    def may_lead(self, name: str, now: float) -> bool:
+        return (self._poor_leaders.get(name) or 0.0) < now
 
 
 class _Misses:

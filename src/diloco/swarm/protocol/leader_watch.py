@@ -3,11 +3,10 @@
 from collections import Counter
 
 from diloco.swarm.network.transport import CallRefused
-from diloco.swarm.node import clock
-from diloco.swarm.node.members import Members, Peer
 from diloco.swarm.protocol import timing
+from diloco.swarm.protocol.membership import Membership, Peer
 from diloco.swarm.protocol.plan import Authority
-from diloco.swarm.protocol.round import Round
+from diloco.swarm.protocol.round import RoundState
 from diloco.swarm.protocol.transfer_times import TransferTimes
 
 _MOST_TERMS = 1000  # that an authority may be ahead of the last one: no member can take the highest there is
@@ -17,7 +16,7 @@ that a usurper has ever less effect and an honest swarm whose views differ for l
 
 
 class LeaderWatch:
-    def __init__(self, members: Members, transfers: TransferTimes) -> None:
+    def __init__(self, members: Membership, transfers: TransferTimes) -> None:
         self._members, self._settings, self._transfers = members, members.settings, transfers
         self.attendance = members.attendance
         self.patience_seconds = 0.0
@@ -26,7 +25,7 @@ class LeaderWatch:
         self._next_inquiry: dict[str, float] = {}
         self._sequence = -1
 
-    def usurped(self, sender: str, sequence: int, round_: Round | None) -> str | None:
+    def usurped(self, sender: str, sequence: int, round_: RoundState | None) -> str | None:
         """The leader of a round for which another peer asks too early or too often; None: it may."""
         leader = self._members.leader()
         if sender in (leader, self._members.me) or leader is None:
@@ -35,7 +34,7 @@ class LeaderWatch:
             self._inquiries.clear()
             self._next_inquiry.clear()
             self._sequence = sequence
-        now, lost_seconds = clock.now(), self._settings.lost_seconds
+        now, lost_seconds = self._members.now(), self._settings.lost_seconds
         waits = 0.0 if round_ is None else now - round_.started
         if (waits < lost_seconds and self._inquiries[sender]) or now < self._next_inquiry.get(sender, 0.0):
             return leader
@@ -45,10 +44,10 @@ class LeaderWatch:
             self._next_inquiry[sender] = now + lost_seconds * 2**above
         return None
 
-    def record_ended(self, leader: str, round_: Round) -> None:
+    def record_ended(self, leader: str, round_: RoundState) -> str | None:
         """The leader has ended this round: without a mean that counts here, it was in a run of its own, and is passed
-        over. So the side of a split that has a majority goes on, and the other takes over its state."""
-        now = clock.now()
+        over, if so. The side of a split that has a majority goes on, and the other takes over its state."""
+        now = self._members.now()
         round_.ended_alone_since = None if round_.ended else round_.ended_alone_since or now
         since = round_.ended_alone_since
         if (
@@ -57,33 +56,35 @@ class LeaderWatch:
             and leader != self._members.me
         ):
             round_.ended_alone_since = None
-            self._pass_over(leader, round_)
+            return self._pass_over(leader, round_)
+        return None
 
-    def watch(self, round_: Round, *, may_go_on: bool) -> None:
-        """Pass over a leader that has what it needs and does not go on. `may_go_on`: a majority is here."""
-        leader, now = round_.leader, clock.now()
+    def watch(self, round_: RoundState, *, may_go_on: bool) -> str | None:
+        """Pass over a leader that has what it needs and does not go on: which one. `may_go_on`: a majority is here."""
+        leader, now = round_.leader, self._members.now()
         if leader in (None, self._members.me) or not may_go_on or not self._most_wait(round_.sequence):
             round_.stuck_since = None
-            return
+            return None
         if round_.plan is not None and round_.planned_at is not None and round_.stuck_since is not None:
             round_.stuck_since = max(round_.stuck_since, round_.planned_at)
         round_.stuck_since = round_.stuck_since or now
         if now - round_.stuck_since > self._longest(round_):
             assert leader is not None
-            self._pass_over(leader, round_)
+            return self._pass_over(leader, round_)
+        return None
 
-    def _pass_over(self, leader: str, round_: Round) -> None:
-        self.attendance.pass_over(leader)
-        round_.leader, round_.stuck_since = None, None
-        self._members.emit_about("leader_passed_over", leader, round=round_.sequence)
-        self._members.changed()
+    def _pass_over(self, leader: str, round_: RoundState) -> str:
+        self.attendance.pass_over(leader, self._members.now())
+        round_.turn_to(None)
+        round_.stuck_since = None
+        return leader
 
     def _most_wait(self, sequence: int) -> bool:
         """Most live members that have the state have posted this round."""
         there = [self._members.status, *(peer.status for peer in self._members.with_state())]
         return 2 * sum(status.is_in(sequence) for status in there) > len(there)
 
-    def _longest(self, round_: Round) -> float:
+    def _longest(self, round_: RoundState) -> float:
         """How long a leader may take: with a plan for its transfer; without one for the slow workers, if some have not
         posted, and else only for its inquiry, which ends when the last member has answered or is lost."""
         stall, timeout = self._settings.stall_seconds, self._settings.timeout_seconds

@@ -13,9 +13,8 @@ Two members cannot tell a split from a death: each goes on without the other, as
 from collections.abc import Collection
 
 from diloco.swarm.network.transport import CallRefused
-from diloco.swarm.node import clock
-from diloco.swarm.node.members import Members, Peer
 from diloco.swarm.protocol.certificate import Agreed
+from diloco.swarm.protocol.membership import Membership, Peer
 from diloco.swarm.protocol.plan import Plan
 
 FEWEST = 3
@@ -24,7 +23,7 @@ _KEPT = 16
 
 
 class Quorum:
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Membership) -> None:
         self._members, self._settings = members, members.settings
         self.agreed: Agreed | None = None
         """Of the last round that has ended here, or at the worker that gave this one its state."""
@@ -91,7 +90,7 @@ class Quorum:
 
     def _may_be_there(self, peer: Peer) -> bool:
         """It is neither known to be dead or gone, nor silent for too long."""
-        silent_seconds = clock.now() - peer.lost_at if peer.lost_at and not peer.live else 0.0
+        silent_seconds = self._members.now() - peer.lost_at if peer.lost_at and not peer.live else 0.0
         return not peer.gone and not peer.left and silent_seconds < self._settings.minority_seconds
 
     def record(self, agreed: Agreed) -> None:

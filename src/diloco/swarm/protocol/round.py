@@ -1,63 +1,71 @@
-"""What this worker knows of a round that it has posted."""
+"""What a worker knows of a round that it has posted, as data. Only the methods here change it.
 
-import asyncio
+    POSTED    no leader has its header yet, or the last one was lost
+    WAITING   a leader has its header, and waits for others
+    PLANNED   it follows a plan: its workers exchange parts
+    VOTED     the whole mean is here, and it has voted for that; it votes for no other mean of the plan
+    ENDED     the mean counts: most have voted for it
+    GIVEN_UP  the round has failed for this worker; its work is in the next one
+
+A plan of a higher authority takes it back from VOTED to PLANNED; a lost leader does not take it back at all.
+"""
+
+import enum
 from dataclasses import dataclass, field
-from functools import cached_property
-
-from msgspec import structs
 
 from diloco.core.config import Merge
 from diloco.engines.rounds import Comparison, RoundPhases
-from diloco.swarm.audit import merkle
 from diloco.swarm.network.transport import CallRefused
-from diloco.swarm.node import clock
-from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.certificate import Certificate, Vote
 from diloco.swarm.protocol.plan import NO_AUTHORITY, Authority, Plan
 from diloco.swarm.trainer import PostedRound, PresentWorker, RoundOutcome
 
 
+class RoundPhase(enum.Enum):
+    POSTED = "posted"
+    WAITING = "waiting"
+    PLANNED = "planned"
+    VOTED = "voted"
+    ENDED = "ended"
+    GIVEN_UP = "given up"
+
+
 @dataclass(eq=False)
-class Round:
+class RoundState:
     posted: PostedRound
     number: int
     """This worker's."""
-    started: float = field(default_factory=clock.now)
+    started: float
     authority: Authority = NO_AUTHORITY
-    """The highest that has sent a message in this round."""
-    leaves: merkle.Tree = field(default_factory=lambda: merkle.Tree([]))
-    """The tree over the posted parts."""
-    minority_since: float | None = None
-    """When this worker last began to see no majority."""
-    stuck_since: float | None = None
-    """When this worker began to wait for a leader that could go on (leader_watch.py)."""
-    ended_alone_since: float | None = None
-    """When a leader first said that it had ended this round, and had no mean that counts here."""
-    unknown_since: float | None = None
-    """When this worker was first offered a plan with a worker whose invitation it does not know."""
+    """The highest that has sent a message in this round: no lower one is obeyed."""
+    root: bytes = b""
+    """Binds this worker to its posted parts (audit/merkle.py)."""
     leader: str | None = None
     """The leader that has this worker's header."""
     refusals: int = 0
     """Of the header, in a row."""
     plan: Plan | None = None
+    planned_at: float | None = None
     vote: Vote | None = None
     """For the whole mean of `plan`, which is in the posted memory."""
+    comparison: Comparison = field(default_factory=Comparison)
+    """Of the contributions to that mean, where this worker took part in its transfer."""
+    phases: RoundPhases = field(default_factory=RoundPhases)
+    """Where the seconds of that mean went, on the same condition."""
     cleared: set[str] = field(default_factory=set)
     """Workers whose contribution does not point against the others', in the last plan whose whole mean was here."""
     certificate: Certificate | None = None
     """That the mean counts."""
-    comparison: Comparison = field(default_factory=Comparison)
-    """Of the contributions to that mean, where this worker took part in its transfer."""
-    planned_at: float | None = None
-    phases: RoundPhases = field(default_factory=RoundPhases)
-    """Of that mean, on the same condition."""
-    transfer: Transfer | None = None
-    task: "asyncio.Task[None] | None" = None
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    outcome: "asyncio.Future[RoundOutcome]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    planned: asyncio.Event = field(default_factory=asyncio.Event)
-    fetching: asyncio.Lock = field(default_factory=asyncio.Lock)
+    result: RoundOutcome | None = None
+    """How the round has ended for this worker."""
+    minority_since: float | None = None
+    """When this worker last began to see no majority (following.py)."""
+    unknown_since: float | None = None
+    """When it was first offered a plan with a worker whose invitation it does not know (following.py)."""
+    stuck_since: float | None = None
+    """When it began to wait for a leader that could go on (leader_watch.py)."""
+    ended_alone_since: float | None = None
+    """When a leader first said that it had ended this round, and had no mean that counts here (leader_watch.py)."""
 
     @property
     def sequence(self) -> int:
@@ -69,16 +77,48 @@ class Round:
         return self.posted.max_norm_ratio, self.posted.merge
 
     @property
-    def ended(self) -> bool:
-        return self.outcome.done()
-
-    @cached_property
-    def root(self) -> bytes:
-        return merkle.root(self.leaves)
-
-    @property
     def contribution(self) -> PresentWorker:
         return PresentWorker(self.number, self.posted.header, self.posted.note, self.root)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the round is over for this worker, with its mean or without."""
+        return self.result is not None
+
+    @property
+    def phase(self) -> RoundPhase:
+        if self.result is not None:
+            return RoundPhase.GIVEN_UP if self.certificate is None else RoundPhase.ENDED
+        if self.plan is not None:
+            return RoundPhase.PLANNED if self.vote is None else RoundPhase.VOTED
+        return RoundPhase.POSTED if self.leader is None else RoundPhase.WAITING
+
+    # The leader
+
+    def turn_to(self, leader: str | None) -> None:
+        """`leader` has this worker's header, or is to get it next; None: the live member that leads now is."""
+        self.leader = leader
+
+    def record_accepted(self, leader: str) -> None:
+        """The leader has taken the header."""
+        self.turn_to(leader)
+        self.refusals = 0
+
+    def record_refused(self) -> None:
+        self.refusals += 1
+
+    def take_number(self, number: int) -> None:
+        """Another worker had this one's: the header goes out under a new number."""
+        self.number = number
+        self.refusals = 0
+
+    # Messages of leaders
+
+    def promise(self, authority: Authority) -> Authority:
+        """Obey no lower authority from now on; returns the highest that was seen before."""
+        before = self.authority
+        self.authority = authority
+        return before
 
     def check_plan(self, plan: Plan, sender: str, me: str) -> None:
         """Raises CallRefused if the worker `me` cannot follow it in this round."""
@@ -92,58 +132,72 @@ class Round:
         if {entry.parsed.layout_digest for entry in plan.entries} != {own.parsed.layout_digest}:
             raise CallRefused("the plan has a worker that trains another model", "plan")
 
-    def stop_transfer(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-            self.task = None
-        if self.transfer is not None:
-            self.transfer.close()
-            self.bytes_sent += self.transfer.bytes_sent
-            self.bytes_received += self.transfer.bytes_received
-            self.transfer = None
+    def check_opposed(self, plan: Plan, last: Plan | None) -> None:
+        """A leader cannot have a contribution refused for its direction that this worker has seen to be right.
 
-    def succeed(self, plan: Plan) -> None:
-        """The mean of this plan counts."""
+        In a first plan only those are refused that were so in the last round. Raises CallRefused.
+        """
+        right = set(self.cleared)
+        if plan.authority.attempt == 1 and last is not None:
+            right |= {entry.peer for entry in last.entries} - {*last.opposed_peers}
+        if wronged := right.intersection(plan.opposed_peers):
+            raise CallRefused(f"the contribution of {min(wronged)} does not point against the others", "plan")
+
+    def follow(self, plan: Plan, now: float) -> None:
+        """The parts are exchanged anew; an earlier mean is given up."""
+        self.promise(plan.authority)
+        self.turn_to(plan.leader)
+        self.plan = plan
+        self.planned_at = now
+        self.drop_mean()
+
+    # The mean
+
+    def vote_for(self, vote: Vote, comparison: Comparison | None = None, phases: RoundPhases | None = None) -> None:
+        """The whole mean of the plan is here."""
+        self.vote = vote
+        self.comparison = comparison or self.comparison
+        self.phases = phases or self.phases
+
+    def clear(self, workers: set[str]) -> None:
+        """The contributions of these workers point with the others', as this worker has seen."""
+        self.cleared = workers
+
+    def drop_mean(self) -> None:
+        """What is in the posted memory is no whole mean any more."""
+        self.vote = None
+        self.comparison = Comparison()
+        self.phases = RoundPhases()
+
+    def certify(self, certificate: Certificate) -> None:
+        self.certificate = certificate
+
+    def success(self, plan: Plan) -> RoundOutcome:
+        """What the trainer is told when the mean of this plan counts."""
         decision, failure = plan.decision, None
         if not decision.contributors and decision.refused.keys() - set(plan.opposed):
             failure = f"round {self.sequence}: every contribution was refused: {decision.refused}"
         diverged = decision.resync and self.number in decision.refused and self.number not in plan.opposed
-        self._end(
-            RoundOutcome(
-                self.posted.key,
-                failure=failure,
-                resync=diverged if failure is None else decision.resync,
-                contributors=decision.contributors,
-                refused=decision.refused,
-                clipped=decision.clipped,
-                merge=decision.merge,
-                plain=decision.plain,
-                total_weight=decision.total_weight,
-                present=tuple(entry.for_trainer for entry in plan.entries),
-                roster=plan.roster,
-                comparison=self.comparison,
-                phases=self.phases,
-                signatures=0 if self.certificate is None else len(self.certificate.signatures),
-                mean_digest="" if self.certificate is None else self.certificate.mean.hex()[:16],
-            )
+        return RoundOutcome(
+            self.posted.key,
+            failure=failure,
+            resync=diverged if failure is None else decision.resync,
+            contributors=decision.contributors,
+            refused=decision.refused,
+            clipped=decision.clipped,
+            merge=decision.merge,
+            plain=decision.plain,
+            total_weight=decision.total_weight,
+            present=tuple(entry.for_trainer for entry in plan.entries),
+            roster=plan.roster,
+            comparison=self.comparison,
+            phases=self.phases,
+            signatures=0 if self.certificate is None else len(self.certificate.signatures),
+            mean_digest="" if self.certificate is None else self.certificate.mean.hex()[:16],
         )
 
-    def transferred(self, vote: Vote) -> None:
-        """The whole mean of the plan is here."""
-        self.vote = vote
-        if self.transfer is not None and self.planned_at is not None:
-            reduced = self.transfer.reduce_seconds
-            sent = max(0.0, clock.now() - self.planned_at - reduced)
-            self.comparison = self.transfer.comparison
-            self.phases = RoundPhases(self.planned_at - self.started, sent, reduced)
+    def end(self, result: RoundOutcome) -> None:
+        self.result = result
 
-    def fail(self, reason: str, *, resync: bool = False, fatal: bool = False) -> None:
-        failure = f"round {self.sequence}: {reason}"
-        self._end(RoundOutcome(self.posted.key, failure=failure, resync=resync, fatal=fatal))
-
-    def _end(self, outcome: RoundOutcome) -> None:
-        self.stop_transfer()
-        if not self.ended:
-            seconds = clock.now() - self.started
-            sizes = {"bytes_sent": self.bytes_sent, "bytes_received": self.bytes_received}
-            self.outcome.set_result(structs.replace(outcome, **sizes, seconds=seconds))
+    def failure(self, reason: str, *, resync: bool = False, fatal: bool = False) -> RoundOutcome:
+        return RoundOutcome(self.posted.key, failure=f"round {self.sequence}: {reason}", resync=resync, fatal=fatal)

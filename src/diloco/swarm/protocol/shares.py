@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from diloco.swarm.network.limits import LruCache
-from diloco.swarm.node import clock
-from diloco.swarm.node.members import Members
 from diloco.swarm.protocol import timing
+from diloco.swarm.protocol.membership import Membership
 from diloco.swarm.protocol.plan import MAX_WORKERS, Entry, Plan
 from diloco.swarm.protocol.transfer_times import TransferTimes
 
@@ -29,7 +28,7 @@ _MAX_PAIRS = 4096
 
 
 class Shares:
-    def __init__(self, members: Members, transfers: TransferTimes) -> None:
+    def __init__(self, members: Membership, transfers: TransferTimes) -> None:
         self._members, self._transfers = members, transfers
         self._failed: LruCache[tuple[float, float]] = LruCache(_MAX_PAIRS)
         """Pair -> until when it counts as bad, and for how long it did the last time."""
@@ -38,11 +37,11 @@ class Shares:
 
     def record_failure(self, one: str, other: str) -> bool:
         """A transfer between two live workers has failed; whether that is news."""
-        return _put_off(self._failed, _pair(one, other), timing.BAD_PAIR_SECONDS)
+        return self._put_off(self._failed, _pair(one, other), timing.BAD_PAIR_SECONDS)
 
     def record_withheld(self, peer: str) -> bool:
         """A live worker has not sent the mean of its range; whether that is news."""
-        return _put_off(self._withheld, peer, timing.WITHHELD_SECONDS)
+        return self._put_off(self._withheld, peer, timing.WITHHELD_SECONDS)
 
     def is_blocked(self, plan: Plan) -> bool:
         """Whether a worker that reduces parts in this plan has lost another one since, and others can do without it."""
@@ -55,7 +54,7 @@ class Shares:
     def make(self, entries: Sequence[Entry]) -> tuple[int, ...]:
         """The share of each; () if all have the same one, or none can exchange parts with all others."""
         names = [entry.peer for entry in entries]
-        without = self._apart(names) | {name for name in names if _is_off(self._withheld, name)}
+        without = self._apart(names) | {name for name in names if self._is_off(self._withheld, name)}
         shares = tuple(0 if name in without else share for name, share in zip(names, self._by_rate(names), strict=True))
         return () if not any(shares) or len(set(shares)) == 1 else shares
 
@@ -64,8 +63,8 @@ class Shares:
         names = [entry.peer for entry in entries]
         if len(self._apart(names)) < len(names):
             return None
-        bad = {name: sum(_is_off(self._failed, _pair(name, other)) for other in names) for name in names}
-        own = {name: _is_off(self._failed, _pair(name, self._members.me)) for name in names}  # no other's word
+        bad = {name: sum(self._is_off(self._failed, _pair(name, other)) for other in names) for name in names}
+        own = {name: self._is_off(self._failed, _pair(name, self._members.me)) for name in names}  # no other's word
         worst = max(names, key=lambda name: (bad[name], own[name]))
         rest = [name for name in names if name != worst]
         return worst if bad[worst] > 1 and len(self._apart(rest)) < len(rest) else None
@@ -75,7 +74,7 @@ class Shares:
         return {name for pair in combinations(names, 2) if self._is_bad(*pair) for name in pair}
 
     def _is_bad(self, one: str, other: str) -> bool:
-        return _is_off(self._failed, _pair(one, other)) or not (self._sees(one, other) and self._sees(other, one))
+        return self._is_off(self._failed, _pair(one, other)) or not (self._sees(one, other) and self._sees(other, one))
 
     def _sees(self, one: str, other: str) -> bool:
         """As far as `one` has said; this node itself sees all that are in a plan of its own."""
@@ -88,24 +87,22 @@ class Shares:
         usual = statistics.median_high(known) if known else 0.0
         return [_FULL if rate is None or not usual else _share(rate / usual) for rate in rates]
 
+    def _put_off(self, until: LruCache[tuple[float, float]], name: str, seconds: float) -> bool:
+        """Suspend `name`, doubling each time; False if it is suspended already."""
+        if self._is_off(until, name):
+            return False
+        _, before = until.get(name) or (0.0, seconds / 2)
+        longer = min(timing.LONGEST_BAD_SECONDS, 2 * before)
+        until.put(name, (self._members.now() + longer, longer))
+        return True
+
+    def _is_off(self, until: LruCache[tuple[float, float]], name: str) -> bool:
+        return self._members.now() < (until.get(name) or (0.0, 0.0))[0]
+
 
 def _share(part: float) -> int:
     """4, 2, 1 or none, for a line that has at least a half, a quarter, an eighth of the usual rate, or less."""
     return next((share for share in (_FULL, 2, 1) if 8 * part >= share), 0)
-
-
-def _put_off(until: LruCache[tuple[float, float]], name: str, seconds: float) -> bool:
-    """For so long, or twice as long as the last time; False if it is off already."""
-    if _is_off(until, name):
-        return False
-    _, before = until.get(name) or (0.0, seconds / 2)
-    longer = min(timing.LONGEST_BAD_SECONDS, 2 * before)
-    until.put(name, (clock.now() + longer, longer))
-    return True
-
-
-def _is_off(until: LruCache[tuple[float, float]], name: str) -> bool:
-    return clock.now() < (until.get(name) or (0.0, 0.0))[0]
 
 
 def _pair(one: str, other: str) -> str:

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from diloco.errors import EngineError, Excluded
+from diloco.swarm.node.round import Round
 from diloco.swarm.protocol.plan import Plan
-from diloco.swarm.protocol.round import Round
 from diloco.swarm.simulator import lies, virtual_clock
 from diloco.swarm.simulator.network import Fate
 from diloco.swarm.simulator.stories import sleep, stop

@@ -1,0 +1,202 @@
+"""What a worker decides in the rounds that it has posted: whom it obeys, what it answers a leader, when it gives up.
+
+    inquiry    a new leader asks: the worker promises to obey no lower authority, and tells the mean that it has
+    plan       it follows one that it can check, of the highest authority that it has promised nothing against
+    giving up  a round fails for it when no majority can end it, so that training goes on. Nothing is lost by that: the
+               next round carries this work (I6)
+
+A message of a leader counts only if no higher authority (plan.py) has sent one in this round. Each decision is a
+function of the state here and of the message; node/participant.py carries them out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from diloco.swarm.network.transport import CallRefused
+from diloco.swarm.protocol import timing
+from diloco.swarm.protocol.leader_watch import LeaderWatch, check_term
+from diloco.swarm.protocol.membership import Membership
+from diloco.swarm.protocol.messages import (
+    Done,
+    Ended,
+    Inquire,
+    LedBy,
+    NotPosted,
+    Posted,
+    Superseded,
+    Trouble,
+    Voted,
+)
+from diloco.swarm.protocol.missed_rounds import MissedRounds
+from diloco.swarm.protocol.plan import NO_AUTHORITY, Authority, Plan
+from diloco.swarm.protocol.quorum import Quorum
+from diloco.swarm.protocol.round import RoundState
+from diloco.swarm.protocol.transfer_times import TransferTimes
+from diloco.swarm.protocol.wire import PeerMessage
+
+_MAX_PROMISES = 16
+
+
+@dataclass(frozen=True)
+class StartTransfer:
+    """Follow this plan: answer Done, and exchange its parts. `patience_seconds`: for the next parts of a worker."""
+
+    plan: Plan
+    patience_seconds: float
+
+
+class UnknownSeat(CallRefused):
+    """A worker of the plan is not known here to have an invitation of its own.
+
+    It may be a newcomer: then the leader, asked at once, shows its credential, and offers the plan again. `trouble`: to
+    tell the leader, if it does not for `lost_seconds`.
+    """
+
+    def __init__(self, reason: str, trouble: Trouble | None) -> None:
+        super().__init__(reason, "seat")
+        self.trouble = trouble
+
+
+class Follower:
+    def __init__(
+        self,
+        members: Membership,
+        quorum: Quorum,
+        missed: MissedRounds,
+        transfers: TransferTimes,
+        rounds: Mapping[int, RoundState],
+        has_ended: Callable[[int], bool],
+        has_seat: Callable[[str], bool],
+    ) -> None:
+        """`rounds`: those that this worker has posted and that have not ended here, by sequence.
+
+        `has_ended`: whether a round has ended here. `has_seat`: whether a peer has an invitation of its own.
+        """
+        self._members = members
+        self._quorum = quorum
+        self._missed = missed
+        self._transfers = transfers
+        self._rounds = rounds
+        self._has_ended = has_ended
+        self._has_seat = has_seat
+        self.leaders = LeaderWatch(members, transfers)
+        self._promised: dict[int, Authority] = {}
+        """The highest authority that has inquired about a round which this worker has not posted."""
+
+    def take_promise(self, sequence: int) -> Authority:
+        """The promise that binds this worker in a round which it posts now."""
+        return self._promised.pop(sequence, NO_AUTHORITY)
+
+    # Messages of leaders
+
+    def hear_inquiry(self, sender: str, inquire: Inquire) -> PeerMessage:
+        """A new leader asks for the state of a round. From here on leaders of lower authority are refused."""
+        round_ = self._rounds.get(inquire.sequence)
+        if (leader := self.leaders.usurped(sender, inquire.sequence, round_)) is not None:
+            return LedBy(leader)
+        refusal = self.refusal(sender, inquire.sequence, inquire.authority)
+        if round_ is None or refusal is not None:
+            leader = round_.leader if isinstance(refusal, Superseded) and round_ is not None else None
+            # A leader that begins again is told how.
+            if leader is not None and leader != sender and self._members.is_live(leader):
+                return LedBy(leader)
+            return refusal or NotPosted()
+        seen = round_.promise(inquire.authority)
+        voted = None if round_.plan is None or round_.vote is None else Voted(round_.plan, round_.vote)
+        return Posted(round_.contribution, *round_.limits, voted, seen)
+
+    def hear_plan(self, sender: str, plan: Plan) -> PeerMessage | StartTransfer:
+        """Raises CallRefused if this worker cannot follow the plan."""
+        round_ = self._rounds.get(plan.key.sequence)
+        if (refusal := self.refusal(sender, plan.key.sequence, plan.authority)) is not None or round_ is None:
+            return refusal or NotPosted()
+        if round_.plan is not None and round_.plan == plan:
+            return Done()  # it was offered again, since the first answer was lost
+        if plan.authority <= round_.authority:
+            return Superseded(round_.authority)
+        round_.check_plan(plan, sender, self._members.me)
+        self._check_seats(round_, plan)
+        self._quorum.check_plan(plan)
+        if (peer := self._missed.find_excess(plan)) is not None:
+            raise CallRefused(f"the plan counts {peer} as more rounds of work than it has missed", "rounds")
+        round_.check_opposed(plan, self._quorum.last)
+        round_.follow(plan, self._members.now())
+        return StartTransfer(plan, self._transfers.patience(plan, self._members.settings.lost_seconds))
+
+    def refusal(self, sender: str, sequence: int, authority: Authority) -> PeerMessage | None:
+        """Why a leader's message is not obeyed, if so. Raises CallRefused."""
+        if self._has_ended(sequence):
+            return Ended()
+        round_ = self._rounds.get(sequence)
+        if -authority.minus_number != self._members.number_of(sender):
+            raise CallRefused(f"the authority of worker {-authority.minus_number}, sent by another worker", "number")
+        if round_ is None:
+            return self._promise(sequence, authority)
+        check_term(authority, round_.authority)
+        return Superseded(round_.authority) if authority.leader < round_.authority.leader else None
+
+    def _promise(self, sequence: int, authority: Authority) -> PeerMessage:
+        """This worker has not posted the round yet, and will obey no leader of a lower authority in it."""
+        before = self._promised.get(sequence, NO_AUTHORITY)
+        check_term(authority, before)
+        if authority.leader < before.leader:
+            return Superseded(before)
+        self._promised[sequence] = max(before, authority)
+        while len(self._promised) > _MAX_PROMISES:
+            past = [sequence for sequence in self._promised if self._has_ended(sequence)]
+            del self._promised[min(past, default=max(self._promised))]  # a promise of a near round is not forgotten
+        return NotPosted()
+
+    def _check_seats(self, round_: RoundState, plan: Plan) -> None:
+        """Raises UnknownSeat. If the leader shows no invitation for `lost_seconds`, the unknown worker is told to be a
+        second key of one: a quarrel (troubles.py), since each member may have met another one of the two keys first."""
+        unknown = [entry.peer for entry in plan.entries if not self._has_seat(entry.peer)]
+        if not unknown:
+            round_.unknown_since = None
+            return
+        now = self._members.now()
+        reason = f"the worker {unknown[0]} has no invitation that is known here, or one of another worker"
+        trouble: Trouble | None = None
+        round_.unknown_since = round_.unknown_since or now
+        if now - round_.unknown_since > self._members.settings.lost_seconds:
+            round_.unknown_since = now
+            trouble = Trouble(round_.sequence, plan.authority, unknown[0], reason[:200], lie=True)
+        raise UnknownSeat(reason, trouble)
+
+    # Its own rounds
+
+    def why_give_up(self, round_: RoundState) -> str | None:
+        """Why no round can end without a majority: most others are in a later one, or have fallen silent for long."""
+        reason = None
+        if not self._quorum.can_end(round_.sequence):
+            reason = "most other workers are in a later one"
+        if self._quorum.is_here():
+            round_.minority_since = None
+            return reason
+        now = self._members.now()
+        round_.minority_since = round_.minority_since or now
+        if now - round_.minority_since > timing.MINORITY_SHARE * self._members.settings.lost_seconds:
+            silent = "most other workers have fallen silent: no round ends without a majority (swarm.quorum)"
+            return reason or silent
+        return reason
+
+    def why_too_few(self, round_: RoundState, leader: str) -> str | None:
+        """The leader can make no plan, as too few workers are left (one accuses another of a lie). If another member is
+        in a later round, all can meet there; the leader's word alone is not enough."""
+        round_.turn_to(leader)
+        others = [peer.status for peer in self._members.live() if peer.name != leader]
+        if any(status.gave_up(round_.sequence) for status in others):
+            return "too few workers are left in it, and others are in a later one"
+        return None
+
+    def watch_leader(self, round_: RoundState) -> str | None:
+        """The leader that is passed over now. Rounds end in their order: none is to blame for one that waits for an
+        earlier one."""
+        is_next = round_.sequence == min(self._rounds)
+        may_go_on = is_next and self._members.may_go_on() and self._quorum.is_here()
+        return self.leaders.watch(round_, may_go_on=may_go_on)
+
+    def may_have_missed(self, round_: RoundState, ended: int) -> bool:
+        """Whether the round `ended`, which has ended elsewhere, is one before this one that this worker gave up."""
+        own = self._members.status
+        return not round_.ended and own.ended_round < ended < round_.sequence and ended not in self._rounds
