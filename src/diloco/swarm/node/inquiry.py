@@ -7,9 +7,7 @@ of answers, of which every committed plan had one too, no two leaders commit dif
 """
 
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -17,39 +15,17 @@ from diloco.engines.rounds import RoundKey
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node.participant import Participant
 from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.certificate import Vote
+from diloco.swarm.protocol.leading import Inquired, SteppedDown, leader_of_most
 from diloco.swarm.protocol.messages import Ended, Inquire, LedBy, Posted, Superseded
-from diloco.swarm.protocol.plan import Authority, Plan
+from diloco.swarm.protocol.plan import Authority
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
 
 logger = logging.getLogger(__name__)
 
 
-class SteppedDown(Exception):
-    """Another worker leads this round, or it has ended already."""
-
-
-@dataclass(frozen=True)
-class Answers:
-    authority: Authority
-    """Higher than any that the members have seen."""
-    posted: dict[str, Posted]
-    answered: frozenset[str]
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan to commit, if there is one."""
-        complete = [answer.complete.plan for answer in self.posted.values() if answer.complete is not None]
-        return max(complete, key=lambda plan: plan.authority, default=None)
-
-    def votes(self, plan: Plan) -> dict[str, Vote]:
-        found = {peer: answer.complete for peer, answer in self.posted.items() if answer.complete is not None}
-        return {peer: one.vote for peer, one in found.items() if one.plan.digest == plan.digest}
-
-
 async def inquire_in_turn(
     participant: Participant, key: RoundKey, authority: Authority, wait_for_earlier: Callable[[int], Awaitable[bool]]
-) -> Answers:
+) -> Inquired:
     """As `inquire`, and when it returns no earlier round is under way. Raises SteppedDown.
 
     The question travels beside the earlier rounds: a promise holds whenever it was given. It is asked again if there is
@@ -65,7 +41,7 @@ async def inquire_in_turn(
     return await inquire(participant, key, later)
 
 
-async def inquire(participant: Participant, key: RoundKey, authority: Authority) -> Answers:
+async def inquire(participant: Participant, key: RoundKey, authority: Authority) -> Inquired:
     """The answers of a majority. Raises SteppedDown."""
     members, own = participant.members, participant.rounds.get(key.sequence)
     if own is not None:
@@ -80,7 +56,7 @@ async def inquire(participant: Participant, key: RoundKey, authority: Authority)
         elif participant.outcomes.quorum.is_majority(answers):
             posted = {peer: one for peer, one in answers.items() if isinstance(one, Posted)}
             checked = {peer: _checked(participant, key.sequence, peer, one) for peer, one in posted.items()}
-            return Answers(authority, checked, frozenset(answers))
+            return Inquired(authority, checked, frozenset(answers))
         else:
             await members.wait_for_change(timing.POLL_SECONDS)
         if participant.outcomes.has_ended(key.sequence):
@@ -91,14 +67,13 @@ def _step_down_if_most_follow_others(
     participant: Participant, sequence: int, answers: dict[str, PeerMessage]
 ) -> dict[str, PeerMessage]:
     """The answers without those of members that follow another leader, and so promise nothing. Raises SteppedDown."""
-    led_by = Counter(answer.leader for answer in answers.values() if isinstance(answer, LedBy))
-    rest = {peer: answer for peer, answer in answers.items() if not isinstance(answer, LedBy)}
-    if led_by and (2 * len(rest) <= len(answers) or not participant.outcomes.quorum.is_majority(rest)):
-        leader = led_by.most_common(1)[0][0]
+    followed = {peer: answer.leader if isinstance(answer, LedBy) else None for peer, answer in answers.items()}
+    leader = leader_of_most(followed, participant.outcomes.quorum.is_majority)
+    if leader is not None:
         if (own := participant.rounds.get(sequence)) is not None:
             own.turn_to(leader)
         raise SteppedDown(f"{leader} leads it")
-    return rest
+    return {peer: answer for peer, answer in answers.items() if followed[peer] is None}
 
 
 async def _judge(participant: Participant, sequence: int, answers: dict[str, PeerMessage]) -> Authority | None:

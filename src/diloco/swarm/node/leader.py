@@ -113,7 +113,7 @@ class Leader:
 
     def phases(self) -> dict[int, str]:
         """The rounds that this node leads, and the phase of each."""
-        return {sequence: led.phase for sequence, led in self._rounds.items()}
+        return {sequence: led.phase.value for sequence, led in self._rounds.items()}
 
     async def wait_for_earlier(self, sequence: int) -> bool:
         """Rounds end in their order, also if several overlap. Whether there was one to wait for."""

@@ -89,12 +89,12 @@ class LeaderWatch:
         posted, and else only for its inquiry, which ends when the last member has answered or is lost."""
         stall, timeout = self._settings.stall_seconds, self._settings.timeout_seconds
         if round_.plan is not None:
-            return stall + min(timeout / 4, self._transfers.limit(round_.plan, stall))
+            return stall + min(timing.LONGEST_STEP_SHARE * timeout, self._transfers.limit(round_.plan, stall))
         missing = self._missing(round_.sequence)
         if not missing:
             return timing.PLAN_SHARE * self._settings.lost_seconds
         slowest = max(peer.status.step_seconds for peer in missing)
-        return stall + self.patience_seconds + min(timeout / 4, 3 * slowest)
+        return stall + self.patience_seconds + min(timing.LONGEST_STEP_SHARE * timeout, timing.STEP_SHARE * slowest)
 
     def _missing(self, sequence: int) -> list[Peer]:
         """The members that a leader waits for before it makes a plan."""

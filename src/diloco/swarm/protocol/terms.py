@@ -5,7 +5,6 @@ of its own worker; only where that one has not posted, on those of most workers 
 is told so and is left out: it decides nothing for the others, whether it comes first or not.
 """
 
-import logging
 from collections import Counter
 from typing import NamedTuple
 
@@ -13,8 +12,6 @@ from diloco.core.config import Merge
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.protocol.plan import Entry, parse_header
 from diloco.swarm.trainer import PostedRound
-
-logger = logging.getLogger(__name__)
 
 
 class Terms(NamedTuple):
@@ -42,6 +39,8 @@ class ReadyWorkers:
         self.entries: dict[str, Entry] = {}
         self._terms: dict[str, Terms] = {}
         self._layout = layout
+        self.left_out: list[str] = []
+        """Workers that had other terms when these were last settled."""
 
     def add(self, entry: Entry, terms: Terms, mine: Terms | None) -> None:
         """Raises CallRefused for other terms than the leader's own, once it has posted in this round."""
@@ -59,8 +58,8 @@ class ReadyWorkers:
         """On which the round goes on; workers with others are no longer ready, and are told when they ask again."""
         fitting = [terms for terms in self._terms.values() if terms.layout == (self._layout or terms.layout)]
         terms = mine or (Counter(fitting).most_common(1)[0][0] if fitting else None)
-        for peer in [peer for peer, other in self._terms.items() if other != terms]:
-            logger.warning("%s posts on other terms than this run's", peer)
+        self.left_out = [peer for peer, other in self._terms.items() if other != terms]
+        for peer in self.left_out:
             del self.entries[peer], self._terms[peer]
         return terms
 

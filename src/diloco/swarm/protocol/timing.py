@@ -71,6 +71,12 @@ TWO_ENDS_SECONDS = 3600.0
 
 LEAST_PATIENCE_SHARE = 0.2
 """Times `lost_seconds`: the shortest wait for the other half of the workers, however short rounds are."""
+QUIET_SHARE = 0.6
+"""Times `beat_seconds`: a missing worker that was silent for so long is asked at once whether it is still live."""
+STEP_SHARE = 3.0
+"""Times the inner step of the slowest worker: how long workers get which were told to post what they have."""
+LONGEST_STEP_SHARE = 0.25
+"""Times `timeout_seconds`: the longest that a round waits so, for steps or for a transfer."""
 LEAST_GRACE_SHARE = 0.6
 """Times `lost_seconds`: the shortest time that workers get which were told to post what they have."""
 
@@ -86,6 +92,8 @@ ALIVE_SECONDS = 1.0
 """A reducer that waits for others sends an empty frame so often: it is there."""
 MEAN_SHARE = 1.5
 """Times as long as a reducer waits for parts, the others wait for its mean: it names the late worker first."""
+TROUBLE_SECONDS = 0.5
+"""After the first report of a failed transfer, before it is judged: a dead worker is found out in this time."""
 BAD_PAIR_SECONDS = 60.0
 """So long two workers exchange no parts after a failed transfer, and twice as long each further time."""
 LONGEST_BAD_SECONDS = 3600.0

@@ -11,21 +11,15 @@ proved needs no report: its author is banned (audit/liars.py). What cannot be pr
                   parts is left out of it. What fewer say is a failed exchange of each of them with that worker
 """
 
-import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from diloco.swarm.node import clock
-from diloco.swarm.node.members import Members
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.attendance import Attendance
+from diloco.swarm.protocol.membership import Membership
 from diloco.swarm.protocol.messages import Trouble, Withheld
 from diloco.swarm.protocol.plan import Entry, Plan
 from diloco.swarm.protocol.shares import Shares
-
-logger = logging.getLogger(__name__)
 
 _MAX_TROUBLES = 2
 _MAX_QUARRELS = 256
@@ -43,12 +37,14 @@ class Dropped:
     peers: dict[str, str]
     lost: bool = False
     """They may come back: left out only while they are lost."""
+    withheld: str | None = None
+    """A worker that reduces nothing in the next attempt, as it did not send its means."""
 
 
 class Troubles:
     """Of one round."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Membership) -> None:
         self._members = members
         self._reported: list[tuple[str, Trouble]] = []
         """Sender and message, about the current plan."""
@@ -70,26 +66,29 @@ class Troubles:
                 found.setdefault(one.peer, set()).add(sender)
         return found
 
-    async def judge(
+    @property
+    def reported(self) -> bool:
+        return bool(self._reported)
+
+    def are_sure(self, plan: Plan) -> bool:
+        """Whether most workers accuse one, or it is banned or lost: others find out a lie at about the same time, and
+        the more of them do, the clearer it is which worker must rest."""
+        accused = self.accused(plan)
+        return any(not self._members.is_live(peer) or _are_most(plan, senders) for peer, senders in accused.items())
+
+    def judge_failures(
         self, plan: Plan, shares: Shares, quarrels: "Quarrels", is_majority: Callable[[Collection[str]], bool]
     ) -> Dropped | None:
         """The workers to leave out of the next attempt; Dropped({}) to try again with all, None to go on.
 
         `is_majority`: whether these workers are enough for a plan.
         """
-        if not self._reported:
-            return None
-        if self.accused(plan):
-            await self._wait_for_most(plan)
-            return self._judge_lies(plan, quarrels)
-        await asyncio.sleep(2 * timing.POLL_SECONDS)  # a dead worker is found out in this time
         if any(not self._members.is_live(entry.peer) for entry in plan.entries):
             return None
         if (late := self._that_most_miss(plan, "parts")) is not None:
             return Dropped({late: "it does not send its parts to several workers"})
         if (late := self._that_most_miss(plan, "mean")) is not None and shares.record_withheld(late):
-            self._members.emit_about("reducer_passed_over", late, round=plan.key.sequence)
-            return Dropped({})  # it reduces nothing in the next attempt
+            return Dropped({}, withheld=late)  # it reduces nothing in the next attempt
         pairs = self._pairs(plan)
         news = [shares.record_failure(*pair) for pair in pairs]
         cut_off = shares.cut_off(plan.entries)
@@ -98,16 +97,6 @@ class Troubles:
         if True in news:  # bad pairs exchange no parts from now on
             return Dropped({})
         return self._judge_pairs(plan, pairs, quarrels)
-
-    async def _wait_for_most(self, plan: Plan) -> None:
-        """Until most workers accuse one, or it is banned or lost: others find out a lie at about the same time, and
-        the more of them do, the clearer it is which worker must rest."""
-        end = clock.now() + self._members.settings.lost_seconds
-        while clock.now() < end:
-            found = self.accused(plan)
-            if any(not self._members.is_live(peer) or _are_most(plan, senders) for peer, senders in found.items()):
-                return
-            await self._members.wait_for_change(timing.POLL_SECONDS)
 
     def _withheld(self, plan: Plan, what: Withheld) -> dict[str, set[str]]:
         """The workers that others wait for, and which do."""
@@ -123,7 +112,8 @@ class Troubles:
         sure = [peer for peer, names in waiting.items() if _are_most(plan, names) or (me in names and len(names) > 1)]
         return max(sure, key=lambda peer: (len(waiting[peer]), self._members.number_of(peer)), default=None)
 
-    def _judge_lies(self, plan: Plan, quarrels: "Quarrels") -> Dropped | None:
+    def judge_lies(self, plan: Plan, quarrels: "Quarrels") -> Dropped | None:
+        """None to go on; Dropped({}) to try again, without one of each two that quarrel."""
         accused = self.accused(plan)
         if any(not self._members.is_live(peer) for peer in accused):
             return None  # it was banned with a proof, or is lost
@@ -260,8 +250,6 @@ def choose(
     """The workers of a plan: without one of any two that quarrel, and without those that were left out of the last
     rounds, if the others are enough."""
     out = quarrels.left_out([entry.peer for entry in here], sequence, is_majority)
-    if out:
-        logger.info("round %d goes on without %s: one accuses another of a lie", sequence, sorted(out))
     here = [entry for entry in here if entry.peer not in out]
     kept = [entry for entry in here if attendance.takes(entry.peer)]
     if len(kept) == len(here) or not kept or not is_majority([entry.peer for entry in kept]):

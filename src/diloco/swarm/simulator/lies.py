@@ -13,10 +13,10 @@ from msgspec import structs
 from diloco.engines.rounds import RoundKey
 from diloco.swarm.audit import directions
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.swarm.node import comparisons, led_round
+from diloco.swarm.node import comparisons
 from diloco.swarm.node.led_round import LedRound
 from diloco.swarm.node.transfer import Transfer, TransferFailed
-from diloco.swarm.protocol import messages
+from diloco.swarm.protocol import leading, messages
 from diloco.swarm.protocol.certificate import Certificate, RangeDigest, certify, range_digests, reducers
 from diloco.swarm.protocol.plan import Entry, Plan
 from diloco.swarm.protocol.troubles import Quarrels
@@ -345,7 +345,7 @@ def serves_another_state(liar: MemoryWorker, *, ahead: int = 0, swapped: bool = 
 
 def brings_a_second_key(liar: MemoryWorker, patch: Patcher, second: str = NAMES[-1]) -> None:
     """In each round that it leads, its plans have another key of its own invitation too, as a worker without work."""
-    honest_choose: Callable[..., list[Entry]] = vars(led_round)["choose"]  # or of another liar
+    honest_choose: Callable[..., list[Entry]] = vars(leading)["choose"]  # or of another liar
     members = liar.node.members
     honest_is_live = members.is_live
 
@@ -359,7 +359,7 @@ def brings_a_second_key(liar: MemoryWorker, patch: Patcher, second: str = NAMES[
                                layout=parsed.layout_digest)  # fmt: skip
         return [*chosen, Entry(second, PresentWorker(99, posting.header, b"", bytes(32)))]
 
-    patch.setattr(led_round, "choose", choose)
+    patch.setattr(leading, "choose", choose)
     patch.setattr(members, "is_live", lambda name: name == second or honest_is_live(name))
 
 
