@@ -23,10 +23,10 @@ from rich.table import Table
 import search_path  # noqa: F401  `support` of the tests
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.plan import Authority
-from diloco.swarm.protocol.wire import write_frame
 from diloco.swarm.simulator.stories import founded, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker
 from diloco.swarm.trainer import RoundOutcome

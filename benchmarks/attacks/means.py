@@ -13,13 +13,13 @@ from attacks.contributions import with_fields
 from diloco.swarm.audit import directions
 from diloco.swarm.network.transport import Stream
 from diloco.swarm.node import comparisons
+from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.transfer import Transfer, TransferFailed
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.certificate import Certificate, RangeDigest, range_digests
-from diloco.swarm.protocol.wire import write_frame
 
 _NAN = bytes.fromhex("007e")  # in fp16
 

@@ -8,10 +8,11 @@ from msgspec import structs
 
 from attacks import has_begun, instead_of
 from diloco.swarm.network.transport import Stream
+from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.state_transfer import StateTransfer
 from diloco.swarm.protocol import messages
-from diloco.swarm.protocol.wire import encode, write_frame
+from diloco.swarm.protocol.wire import encode
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.trainer import Snapshot
 

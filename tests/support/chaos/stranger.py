@@ -10,11 +10,12 @@ from multiprocessing.connection import Connection
 from diloco.swarm.network.listening import ListenConfig
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
+from diloco.swarm.node.frames import write_frame
 from diloco.swarm.protocol import guest_messages, messages
 from diloco.swarm.protocol.certificate import Certificate
 from diloco.swarm.protocol.plan import Authority
 from diloco.swarm.protocol.status import Status
-from diloco.swarm.protocol.wire import PROTOCOL, encode, write_frame
+from diloco.swarm.protocol.wire import PROTOCOL, encode
 from diloco.swarm.settings import Settings
 from diloco.swarm.trainer import PresentWorker
 from diloco.swarm.trust.invitation import invite

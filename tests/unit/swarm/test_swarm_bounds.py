@@ -12,6 +12,7 @@ from diloco.swarm.network.p2pd.streams import SocketStream
 from diloco.swarm.network.p2pd.transport import IncomingRequests
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
 from diloco.swarm.node.processes import addressed
 from diloco.swarm.node.transfer import Transfer
@@ -19,7 +20,7 @@ from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.attendance import Attendance
 from diloco.swarm.protocol.certificate import Agreed, Certificate
 from diloco.swarm.protocol.plan import Authority
-from diloco.swarm.protocol.wire import encode, write_frame
+from diloco.swarm.protocol.wire import encode
 from diloco.swarm.simulator import virtual_clock
 from diloco.swarm.simulator.stories import founded, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, plan, values

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from diloco.swarm.network.transport import CallRefused
+from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.led_round import LedRound
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.messages import AskOutcome, OpenMean
-from diloco.swarm.protocol.wire import encode, write_frame
+from diloco.swarm.protocol.wire import encode
 from diloco.swarm.simulator.stories import founded, rounds, told
 from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, values
 

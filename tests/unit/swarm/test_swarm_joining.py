@@ -13,13 +13,14 @@ from diloco.swarm.network.known_peers import read_peers
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock, recent_rounds, state_transfer
 from diloco.swarm.node.file_transfer import fetch_file
+from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.guest import Guest
 from diloco.swarm.node.places import Place, Places
 from diloco.swarm.protocol.certificate import Certificate
 from diloco.swarm.protocol.membership import give_number
 from diloco.swarm.protocol.messages import OpenState, RosterEntry
 from diloco.swarm.protocol.status import MAX_NUMBER
-from diloco.swarm.protocol.wire import encode, write_frame
+from diloco.swarm.protocol.wire import encode
 from diloco.swarm.run_files import PEERS_FILE, invitation_file
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.simulator import virtual_clock

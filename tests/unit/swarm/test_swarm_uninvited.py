@@ -7,10 +7,11 @@ import pytest
 
 from diloco.errors import RendezvousError
 from diloco.swarm.network.transport import CallRefused, Unreachable
+from diloco.swarm.node.frames import read_frame, write_frame
 from diloco.swarm.protocol import guest_messages, messages
 from diloco.swarm.protocol.plan import Authority
 from diloco.swarm.protocol.status import RunStatus, Status
-from diloco.swarm.protocol.wire import PROTOCOL, PeerMessage, encode, read_frame, write_frame
+from diloco.swarm.protocol.wire import PROTOCOL, PeerMessage, encode
 from diloco.swarm.simulator.network import MemoryTransport
 from diloco.swarm.simulator.stories import founded, rounds, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, date, values

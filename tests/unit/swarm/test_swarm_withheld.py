@@ -8,9 +8,9 @@ import pytest
 
 from diloco.swarm.network.transport import LEAST_RATE, Stream
 from diloco.swarm.node import clock
+from diloco.swarm.node.frames import DataFrames, Quiet, write_frame
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.plan import Plan
-from diloco.swarm.protocol.wire import DataFrames, Quiet, write_frame
 from diloco.swarm.simulator import virtual_clock
 from diloco.swarm.simulator.stories import founded, told
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, values

@@ -16,8 +16,9 @@ from typing import NamedTuple
 from diloco.atomic_files import PartialFile, replace_file
 from diloco.errors import EngineError
 from diloco.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
+from diloco.swarm.node.frames import read_frame, write_frame
 from diloco.swarm.protocol.messages import FileHead, NotHere, OpenFile, decode
-from diloco.swarm.protocol.wire import Malformed, encode, read_frame, write_frame
+from diloco.swarm.protocol.wire import Malformed, encode
 
 logger = logging.getLogger(__name__)
 

@@ -39,6 +39,7 @@ from diloco.swarm.network.transport import CallRefused, Stream, Transport, Unrea
 from diloco.swarm.node import clock
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.file_transfer import SharedFiles, fetch_file
+from diloco.swarm.node.frames import read_frame
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.joining import join, look_for_others, save, settle_number
 from diloco.swarm.node.leader import Leader
@@ -54,7 +55,7 @@ from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.membership import give_number
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.protocol.status import MemberStatus, OwnStatus, RunStatus
-from diloco.swarm.protocol.wire import PROTOCOL, Malformed, PeerMessage, encode, read_frame
+from diloco.swarm.protocol.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.swarm.run_files import PEERS_FILE, REVOCATIONS_FILE
 from diloco.swarm.settings import Settings
 from diloco.swarm.trainer import FetchedState, PostedRound, RoundOutcome, Trainer

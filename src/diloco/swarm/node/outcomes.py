@@ -21,6 +21,7 @@ from diloco.swarm.network.limits import LruCache
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.calls import Calls
+from diloco.swarm.node.frames import DataFrames, write_frame
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.recent_rounds import RecentRounds
 from diloco.swarm.node.round import Round
@@ -41,7 +42,7 @@ from diloco.swarm.protocol.messages import (
 from diloco.swarm.protocol.missed_rounds import MissedRounds
 from diloco.swarm.protocol.plan import MAX_WORKERS, Plan, parse_header
 from diloco.swarm.protocol.quorum import FEWEST, Quorum
-from diloco.swarm.protocol.wire import DataFrames, Malformed, encode, write_frame
+from diloco.swarm.protocol.wire import Malformed, encode
 
 logger = logging.getLogger(__name__)
 

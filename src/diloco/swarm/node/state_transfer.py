@@ -21,6 +21,7 @@ from diloco.errors import EngineError, Excluded
 from diloco.swarm.audit.witnesses import Witnesses, most_have, none_has_more
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.node.frames import read_frame, write_frame
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.places import Place, Places
 from diloco.swarm.node.recent_rounds import MAX_BYTES, MAX_ROUNDS
@@ -29,7 +30,7 @@ from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.membership import Peer
 from diloco.swarm.protocol.messages import NotHere, OpenState, StateHead, decode
 from diloco.swarm.protocol.plan import Plan
-from diloco.swarm.protocol.wire import Malformed, encode, read_frame, write_frame
+from diloco.swarm.protocol.wire import Malformed, encode
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.trainer import FetchedState, RoundMean, Snapshot, Trainer
 

@@ -35,11 +35,12 @@ from diloco.swarm.audit.notary import Notary
 from diloco.swarm.audit.range_signatures import SIGNATURE_BYTES, RangeSignatures
 from diloco.swarm.network.transport import Stream, Transport, Unreachable
 from diloco.swarm.node import clock, comparisons
+from diloco.swarm.node.frames import DataFrames, Quiet, read_frame, write_frame
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import LongParts, ShownPart, SignedRange, Vote
 from diloco.swarm.protocol.messages import OpenParts, Withheld
 from diloco.swarm.protocol.plan import Entry, Plan
-from diloco.swarm.protocol.wire import DataFrames, Malformed, Quiet, encode, read_frame, write_frame
+from diloco.swarm.protocol.wire import Malformed, encode
 from diloco.swarm.trainer import PostedRound
 
 logger = logging.getLogger(__name__)

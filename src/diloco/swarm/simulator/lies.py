@@ -14,13 +14,13 @@ from diloco.engines.rounds import RoundKey
 from diloco.swarm.audit import directions
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import comparisons
+from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.led_round import LedRound
 from diloco.swarm.node.transfer import Transfer, TransferFailed
 from diloco.swarm.protocol import leading, messages
 from diloco.swarm.protocol.certificate import Certificate, RangeDigest, certify, range_digests, reducers
 from diloco.swarm.protocol.plan import Entry, Plan
 from diloco.swarm.protocol.troubles import Quarrels
-from diloco.swarm.protocol.wire import write_frame
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, values
 from diloco.swarm.trainer import PresentWorker
 
