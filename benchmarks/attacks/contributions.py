@@ -14,7 +14,7 @@ from diloco.engines import header
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.participant import Participant
-from diloco.swarm.node.round import Round
+from diloco.swarm.node.round import OwnRound
 from diloco.swarm.protocol.messages import Ready
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.trainer import PostedRound, PresentWorker
@@ -141,7 +141,7 @@ def first_ready_with_another_layout() -> None:
             await asyncio.sleep(0.1)
 
     @instead_of(Outcomes, "succeed")
-    def succeed(honest: Callable[..., None], self: Outcomes, round_: Round, *arguments: Any) -> None:
+    def succeed(honest: Callable[..., None], self: Outcomes, round_: OwnRound, *arguments: Any) -> None:
         honest(self, round_, *arguments)
         if has_begun():
             fields = {f"at_{_SEQUENCE}": round_.sequence + 1, f"at_{_LAYOUT}": b"another"}

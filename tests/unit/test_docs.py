@@ -94,12 +94,12 @@ PROTOCOL = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
 def test_every_file_and_message_that_the_protocol_names_exists() -> None:
     files = re.findall(r"`([\w/]+\.py)`", PROTOCOL)
     assert len(files) > 20 and not [name for name in files if not (NODE / name).exists()]
-    steps = PROTOCOL.partition("## The steps")[2].partition("\n\n**")[0]
+    steps = PROTOCOL.partition("## The steps")[2].partition("\n\n## ")[0]
     rows = [row.split(" | ") for row in steps.splitlines() if row.startswith("| ")][2:]
     named = {name for row in rows for name in re.findall(r"[A-Z]\w+", row[1])}
     defined = {
         name
-        for path in ("protocol/messages.py", "protocol/proof_messages.py", "protocol/plan.py")
+        for path in ("protocol/messages.py", "protocol/plan.py")
         for name in re.findall(r"^class (\w+)\(", (NODE / path).read_text(), re.MULTILINE)
     }
     assert {"Ready", "Commit"} < named and not named - defined

@@ -11,7 +11,7 @@ from diloco.swarm.network.listening import ListenConfig
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node.frames import write_frame
-from diloco.swarm.protocol import guest_messages, messages
+from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.certificate import Certificate
 from diloco.swarm.protocol.plan import Authority
 from diloco.swarm.protocol.status import Status
@@ -76,8 +76,8 @@ def _requests(me: str) -> dict[str, bytes]:
     authority = Authority(1 << 40, 0, 0)
     return {
         "hello": encode(hello),
-        "status": encode(guest_messages.AskStatus()),
-        "files": encode(guest_messages.AskFiles()),
+        "status": encode(messages.AskStatus()),
+        "files": encode(messages.AskFiles()),
         "number": encode(messages.AskNumber(0)),
         "ready": encode(messages.Ready(PresentWorker(0, b"", b""), None)),
         "inquire": encode(messages.Inquire(1, authority)),

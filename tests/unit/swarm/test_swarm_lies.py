@@ -38,9 +38,8 @@ from diloco.swarm.protocol.certificate import (
     range_digests,
     reducers,
 )
-from diloco.swarm.protocol.messages import decode
+from diloco.swarm.protocol.messages import Proof, decode
 from diloco.swarm.protocol.plan import Authority, Entry
-from diloco.swarm.protocol.proof_messages import Proof
 from diloco.swarm.protocol.wire import Malformed, encode
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.sidecar.snapshots import write

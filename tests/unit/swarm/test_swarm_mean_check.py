@@ -17,8 +17,7 @@ from diloco.swarm.network.transport import CallRefused, Stream
 from diloco.swarm.node import clock
 from diloco.swarm.node import transfer as transfer_module
 from diloco.swarm.node.transfer import Transfer
-from diloco.swarm.protocol.messages import NotHere
-from diloco.swarm.protocol.proof_messages import AskPart, Part
+from diloco.swarm.protocol.messages import AskPart, NotHere, Part
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
 from diloco.swarm.simulator.lies import reduces_wrongly
 from diloco.swarm.simulator.stories import founded, told

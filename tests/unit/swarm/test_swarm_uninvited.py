@@ -8,7 +8,7 @@ import pytest
 from diloco.errors import RendezvousError
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node.frames import read_frame, write_frame
-from diloco.swarm.protocol import guest_messages, messages
+from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.plan import Authority
 from diloco.swarm.protocol.status import RunStatus, Status
 from diloco.swarm.protocol.wire import PROTOCOL, PeerMessage, encode
@@ -63,8 +63,8 @@ def test_a_stranger_can_neither_ask_nor_contribute_nor_lead_nor_download() -> No
             messages.Commit(1, AUTHORITY, ended.plan.digest, ended.certificate),
             messages.Inquire(1, AUTHORITY),
             messages.AskOutcome(0),
-            guest_messages.AskStatus(),
-            guest_messages.AskFiles(),
+            messages.AskStatus(),
+            messages.AskFiles(),
             messages.PostNow(1),
         ):
             with pytest.raises(CallRefused) as caught:
@@ -97,10 +97,10 @@ def test_a_guest_with_an_invitation_sees_the_status_and_is_in_no_round() -> None
         credential = swarm.invitation().credential(guest.peer).data()
         hello = messages.Hello(PROTOCOL, "1", "guest", credential, (), Status())
         await guest.call(workers[0].name, encode(hello), 1.0)
-        answer = await guest.call(workers[0].name, encode(guest_messages.AskStatus()), 1.0)
+        answer = await guest.call(workers[0].name, encode(messages.AskStatus()), 1.0)
         with pytest.raises(CallRefused, match="say hello first"):
             await guest.call(workers[0].name, encode(messages.Inquire(0, AUTHORITY)), 1.0)
-        return messages.expect(answer, guest_messages.StatusAnswer).status, workers[0].node.members.roster()
+        return messages.expect(answer, messages.StatusAnswer).status, workers[0].node.members.roster()
 
     status, members = told(story)
     assert members == (0, 1) and [member.number for member in status.members] == [0, 1]

@@ -13,8 +13,7 @@ from msgspec import structs
 from diloco.engines.rounds import Comparison, RoundKey
 from diloco.swarm.audit.notary import Notary
 from diloco.swarm.node import comparisons
-from diloco.swarm.protocol import guest_messages, messages
-from diloco.swarm.protocol import proof_messages as proofs
+from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.certificate import (
     Certificate,
     CertifiedPlan,
@@ -86,27 +85,27 @@ EXAMPLES: dict[str, PeerMessage] = {
     "AskEnds": messages.AskEnds(2),
     "Ends": messages.Ends(bytes(range(16))),
     "RoundsLost": messages.RoundsLost(3, 4096),
-    "AskStatus": guest_messages.AskStatus(),
-    "StatusAnswer": guest_messages.StatusAnswer(
+    "AskStatus": messages.AskStatus(),
+    "StatusAnswer": messages.StatusAnswer(
         RunStatus(
             "run", (MemberStatus(**structs.asdict(_STATUS), peer=NAMES[1], silent_seconds=0.5, addresses=_ADDRESSES),),
             NAMES[0], {"6": "gathering"}, {NAMES[2]: "it lied"},
         )
     ),
-    "AskFiles": guest_messages.AskFiles(),
-    "FileNames": guest_messages.FileNames(("config.toml",)),
-    "AskTime": guest_messages.AskTime(),
-    "Time": guest_messages.Time(1.8e9),
-    "Measure": guest_messages.Measure(5, b"padding"),
-    "Measured": guest_messages.Measured(b"bytes"),
-    "Proof": proofs.Proof(_LIES["two ranges"]),  # type: ignore[arg-type]
-    "Proof of long parts": proofs.Proof(_LIES["long parts"]),  # type: ignore[arg-type]
-    "Proof of two plans": proofs.Proof(_LIES["two plans"]),  # type: ignore[arg-type]
-    "Projections": proofs.Projections(_DIGEST, 4, bytes(8)),
-    "AskPart": proofs.AskPart(_DIGEST, 4),
-    "Part": proofs.Part(b"part", b"proof"),
-    "AskStateDigest": proofs.AskStateDigest(7),
-    "StateDigest": proofs.StateDigest(_DIGEST, True),
+    "AskFiles": messages.AskFiles(),
+    "FileNames": messages.FileNames(("config.toml",)),
+    "AskTime": messages.AskTime(),
+    "Time": messages.Time(1.8e9),
+    "Measure": messages.Measure(5, b"padding"),
+    "Measured": messages.Measured(b"bytes"),
+    "Proof": messages.Proof(_LIES["two ranges"]),  # type: ignore[arg-type]
+    "Proof of long parts": messages.Proof(_LIES["long parts"]),  # type: ignore[arg-type]
+    "Proof of two plans": messages.Proof(_LIES["two plans"]),  # type: ignore[arg-type]
+    "Projections": messages.Projections(_DIGEST, 4, bytes(8)),
+    "AskPart": messages.AskPart(_DIGEST, 4),
+    "Part": messages.Part(b"part", b"proof"),
+    "AskStateDigest": messages.AskStateDigest(7),
+    "StateDigest": messages.StateDigest(_DIGEST, True),
     "OpenParts": messages.OpenParts(6, _AUTHORITY),
     "OpenMean": messages.OpenMean(6),
     "OpenState": messages.OpenState(),

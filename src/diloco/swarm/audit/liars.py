@@ -24,9 +24,8 @@ from diloco.swarm.protocol.certificate import (
     Vote,
     find_two_ranges,
 )
-from diloco.swarm.protocol.messages import Done
+from diloco.swarm.protocol.messages import Done, Proof
 from diloco.swarm.protocol.plan import Plan, parse_header
-from diloco.swarm.protocol.proof_messages import Proof
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
 
 logger = logging.getLogger(__name__)

@@ -41,9 +41,8 @@ from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.members import Members
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed, Bytes, Certificate, SignedRange
-from diloco.swarm.protocol.messages import Done, NotHere
+from diloco.swarm.protocol.messages import AskPart, Done, NotHere, Part, Projections
 from diloco.swarm.protocol.plan import Plan
-from diloco.swarm.protocol.proof_messages import AskPart, Part, Projections
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
 from diloco.swarm.trainer import PostedRound
 from diloco.swarm.trust.permissions import MAX_PEERS

@@ -19,7 +19,7 @@ from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.members import Members
 from diloco.swarm.node.state_digest import state_digest
 from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.proof_messages import AskStateDigest, StateDigest
+from diloco.swarm.protocol.messages import AskStateDigest, StateDigest
 from diloco.swarm.protocol.wire import Malformed
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.trainer import Snapshot

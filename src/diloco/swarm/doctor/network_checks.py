@@ -25,8 +25,7 @@ from diloco.swarm.network.p2pd.reachability import answers_libp2p, own_addresses
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.guest_messages import AskStatus, AskTime, Measure, StatusAnswer, Time
-from diloco.swarm.protocol.messages import Hello, expect
+from diloco.swarm.protocol.messages import AskStatus, AskTime, Hello, Measure, StatusAnswer, Time, expect
 from diloco.swarm.protocol.status import MemberStatus, Status
 from diloco.swarm.protocol.wire import PROTOCOL, Malformed, encode
 from diloco.swarm.trust.invitation import Invitation, read_invitations

@@ -22,8 +22,7 @@ from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node.file_transfer import fetch_file
 from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.guest_messages import AskFiles, AskStatus, AskTime, FileNames, StatusAnswer, Time
-from diloco.swarm.protocol.messages import Hello, expect
+from diloco.swarm.protocol.messages import AskFiles, AskStatus, AskTime, FileNames, Hello, StatusAnswer, Time, expect
 from diloco.swarm.protocol.refusals import NOT_ADMITTED
 from diloco.swarm.protocol.status import RunStatus, Status
 from diloco.swarm.protocol.wire import PROTOCOL, Malformed, PeerMessage, encode

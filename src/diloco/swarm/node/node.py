@@ -49,8 +49,7 @@ from diloco.swarm.node.own_checks import OwnChecks
 from diloco.swarm.node.participant import Participant
 from diloco.swarm.node.processes import addressed, name_process, open_addressed
 from diloco.swarm.node.state_transfer import StateTransfer
-from diloco.swarm.protocol import guest_messages, messages, timing
-from diloco.swarm.protocol import proof_messages as proofs
+from diloco.swarm.protocol import messages, timing
 from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.membership import give_number
 from diloco.swarm.protocol.plan import Plan
@@ -288,14 +287,14 @@ class Node:
     def _answer_guest(self, request: PeerMessage) -> PeerMessage:
         """To a peer with a credential, which need not be a member."""
         match request:
-            case guest_messages.AskStatus():
-                return guest_messages.StatusAnswer(self.status())
-            case guest_messages.AskFiles():
-                return guest_messages.FileNames(tuple(self.files.names()))
-            case guest_messages.AskTime():
-                return guest_messages.Time(time.time())
-            case guest_messages.Measure():
-                return guest_messages.Measured(bytes(request.size))
+            case messages.AskStatus():
+                return messages.StatusAnswer(self.status())
+            case messages.AskFiles():
+                return messages.FileNames(tuple(self.files.names()))
+            case messages.AskTime():
+                return messages.Time(time.time())
+            case messages.Measure():
+                return messages.Measured(bytes(request.size))
         raise CallRefused("say hello first", "hello")
 
     async def _answer(self, peer: str, request: PeerMessage) -> PeerMessage:
@@ -320,13 +319,13 @@ class Node:
                 return self.outcomes.answer_ends(request)
             case messages.RoundsLost():
                 return self.outcomes.answer_lost(peer, request)
-            case proofs.AskStateDigest():
+            case messages.AskStateDigest():
                 return self.states.witnesses.answer(request)
-            case proofs.Projections():
+            case messages.Projections():
                 return self.outcomes.check.record(peer, request)
-            case proofs.AskPart():
+            case messages.AskPart():
                 return await self.outcomes.check.show(peer, request)
-            case proofs.Proof():
+            case messages.Proof():
                 return self.outcomes.liars.answer(request)
             case messages.Ready():
                 return self.leader.answer_ready(peer, request)

@@ -24,7 +24,7 @@ from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.frames import DataFrames, write_frame
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.recent_rounds import RecentRounds
-from diloco.swarm.node.round import Round
+from diloco.swarm.node.round import OwnRound
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed, Certificate
 from diloco.swarm.protocol.messages import (
@@ -98,7 +98,7 @@ class Outcomes:
 
     # The end of a round
 
-    def commit(self, round_: Round, plan: bytes, certificate: Certificate) -> bool:
+    def commit(self, round_: OwnRound, plan: bytes, certificate: Certificate) -> bool:
         """End the round, if this worker has the mean that most workers of the plan have voted for."""
         if round_.plan is None or round_.vote is None or round_.plan.digest != plan:
             return False
@@ -117,7 +117,7 @@ class Outcomes:
         self.succeed(round_, round_.plan)
         return True
 
-    def succeed(self, round_: Round, plan: Plan) -> None:
+    def succeed(self, round_: OwnRound, plan: Plan) -> None:
         """The mean of this plan counts: it has a certificate."""
         assert round_.certificate is not None
         round_.stop_transfer()
@@ -215,7 +215,7 @@ class Outcomes:
         self.members.status.miss(sequence)
         self.members.changed()
 
-    async def resolve(self, round_: Round, peer: str) -> None:
+    async def resolve(self, round_: OwnRound, peer: str) -> None:
         """`peer` has ended this round: with this worker in it, or without."""
         agreed: Agreed | None = None
         try:
@@ -243,13 +243,13 @@ class Outcomes:
                 self.record_divergence()
             round_.fail("the others ended it without this worker", resync=True)
 
-    def _has_another_anchor(self, round_: Round, plan: Plan) -> bool:
+    def _has_another_anchor(self, round_: OwnRound, plan: Plan) -> bool:
         """Whether this worker's anchor before the round was not the others': their means are not for its state."""
         own = parse_header(round_.number, round_.posted.header)
         theirs = {entry.parsed.claim.anchor_digest for entry in plan.contributors}
         return bool(theirs) and plan.key == own.key and own.claim.anchor_digest not in theirs
 
-    async def _fetch_own_mean(self, round_: Round, agreed: Agreed, peer: str) -> None:
+    async def _fetch_own_mean(self, round_: OwnRound, agreed: Agreed, peer: str) -> None:
         posted, mean = round_.posted, agreed.certificate.mean
         same_plan = round_.plan is not None and round_.plan.digest == agreed.plan.digest
         if not agreed.plan.has_mean or (same_plan and round_.vote is not None and round_.vote.mean == mean):

@@ -21,11 +21,11 @@ from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.joining import settle_number
 from diloco.swarm.node.outcomes import Outcomes
-from diloco.swarm.node.round import Round
+from diloco.swarm.node.round import OwnRound
 from diloco.swarm.node.transfer import Transfer, TransferFailed
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Vote
-from diloco.swarm.protocol.following import Follower, StartTransfer, UnknownSeat
+from diloco.swarm.protocol.following import RoundFollower, StartTransfer, UnknownSeat
 from diloco.swarm.protocol.messages import (
     Commit,
     Complete,
@@ -56,9 +56,9 @@ class Participant:
         self.transfers = TransferTimes()
         self.layout: str | None = None
         """Of what this worker trains, once it has posted."""
-        self.rounds: dict[int, Round] = {}
+        self.rounds: dict[int, OwnRound] = {}
         """Rounds that this worker has posted and that have not ended, by sequence."""
-        self.follower = Follower(
+        self.follower = RoundFollower(
             self.members, outcomes.quorum, outcomes.missed, self.transfers, self.rounds, outcomes.has_ended,
             self.members.permissions.has_seat,
         )  # fmt: skip
@@ -70,7 +70,7 @@ class Participant:
         """Returns when the round has ended, or its deadline is over."""
         await self.outcomes.recent.copied()  # a mean may be kept in the memory of this round
         status, leaves = self.members.status, await hash_parts(posted)
-        round_ = Round(
+        round_ = OwnRound(
             posted,
             status.number,
             clock.now(),
@@ -110,7 +110,7 @@ class Participant:
         status.spend(round_.sequence)
         return round_.outcome.result()
 
-    async def _announce(self, round_: Round) -> None:
+    async def _announce(self, round_: OwnRound) -> None:
         """Send the header to the leader."""
         if round_.ended:
             return
@@ -154,13 +154,13 @@ class Participant:
                 self.heartbeats.beat_soon(leader)
         await self.members.wait_for_change(timing.POLL_SECONDS)
 
-    def _record_other_model(self, round_: Round, reason: str) -> None:
+    def _record_other_model(self, round_: OwnRound, reason: str) -> None:
         """The leader says that this worker trains another model. If the last round had this one's, the leader errs."""
         last = self.outcomes.quorum.last
         if last is None or self.layout not in {entry.parsed.layout_digest for entry in last.entries}:
             round_.fail(reason, fatal=True)
 
-    async def _watch(self, round_: Round) -> None:
+    async def _watch(self, round_: OwnRound) -> None:
         """Until the round has ended, its leader is lost, or it is time to ask the leader again."""
         others_ended: float | None = None
         ask_again = clock.now() + timing.ASK_AGAIN_SECONDS
@@ -174,13 +174,13 @@ class Participant:
                 if clock.now() - others_ended > timing.COMMIT_SHARE * self.settings.lost_seconds:
                     await self.outcomes.resolve(round_, ahead)
 
-    def _pass_over(self, leader: str | None, round_: Round) -> None:
+    def _pass_over(self, leader: str | None, round_: OwnRound) -> None:
         """Tell that this worker waits for another leader now, if it does."""
         if leader is not None:
             self.members.emit_about("leader_passed_over", leader, round=round_.sequence)
             self.members.changed()
 
-    async def _look_back(self, round_: Round) -> None:
+    async def _look_back(self, round_: OwnRound) -> None:
         """Fail this round if one before it, which this worker gave up, has ended with the votes of most: it lacks that
         one's mean."""
         ended = {peer.name: peer.status.ended_round for peer in self.members.live()}
@@ -212,7 +212,7 @@ class Participant:
             return Done()
         return decision
 
-    def _start_transfer(self, round_: Round, decision: StartTransfer) -> None:
+    def _start_transfer(self, round_: OwnRound, decision: StartTransfer) -> None:
         plan = decision.plan
         round_.stop_transfer()
         if plan.has_mean:
@@ -243,7 +243,7 @@ class Participant:
         """A new leader asks for the state of a round. From here on leaders of lower authority are refused."""
         return self.follower.hear_inquiry(sender, inquire)
 
-    async def _follow(self, round_: Round, plan: Plan) -> None:
+    async def _follow(self, round_: OwnRound, plan: Plan) -> None:
         """Exchange parts as the plan says, and tell the leader how that went."""
         message: PeerMessage
         try:
@@ -273,7 +273,7 @@ class Participant:
         await self._tell_leader(round_, plan, message)
         await self._compare_votes(plan, message)
 
-    def _is_opposed(self, round_: Round, plan: Plan) -> bool:
+    def _is_opposed(self, round_: OwnRound, plan: Plan) -> bool:
         """Whether a contribution to this plan points against the others': then it is not voted for."""
         assert round_.transfer is not None
         found = find_opposed(plan, round_.posted.num_parts, round_.transfer.ranges)
@@ -284,7 +284,7 @@ class Participant:
             self.outcomes.check.begin_opposed(plan, round_.posted, round_.transfer.ranges, found.keys())
         return bool(found)
 
-    async def _tell_leader(self, round_: Round, plan: Plan, message: PeerMessage) -> None:
+    async def _tell_leader(self, round_: OwnRound, plan: Plan, message: PeerMessage) -> None:
         """Until it answers."""
         while not round_.ended:  # another plan cancels this task
             try:
@@ -339,7 +339,7 @@ class Participant:
                 self.outcomes.liars.compare(round_.plan, (round_.vote, message.vote))
         return Done()
 
-    def _vote(self, round_: Round, plan: Plan) -> Vote:
+    def _vote(self, round_: OwnRound, plan: Plan) -> Vote:
         if round_.transfer is not None:
             return round_.transfer.vote
         return self.outcomes.notary.vote(plan, round_.posted.num_parts, ())

@@ -21,7 +21,7 @@ _MAX_READERS = 1024
 
 
 @dataclass(eq=False)
-class Place:
+class ReaderPlace:
     peer: str
     since: float = field(default_factory=clock.now)
     sent_bytes: int = 0
@@ -54,12 +54,12 @@ class Places:
     def __init__(self, number: int, turn_seconds: float) -> None:
         """`turn_seconds`: a reader keeps its place for so long in any case, and the next one waits for so long."""
         self._number, self._turn = number, turn_seconds
-        self._taken: dict[str, Place] = {}
+        self._taken: dict[str, ReaderPlace] = {}
         self._rates: LruCache[float] = LruCache(_MAX_READERS)
         self._freed = asyncio.Event()
 
     @asynccontextmanager
-    async def take(self, peer: str) -> AsyncIterator[Place]:
+    async def take(self, peer: str) -> AsyncIterator[ReaderPlace]:
         """Wait for a place. A second request of a member takes the place of its first one."""
         if peer in self._taken:
             self._give_up(self._taken[peer])
@@ -72,23 +72,23 @@ class Places:
                 slowest = self._slowest(self._rates.get(peer))
                 if slowest is not None:
                     self._give_up(slowest)
-        place = self._taken[peer] = Place(peer)
+        place = self._taken[peer] = ReaderPlace(peer)
         try:
             yield place
         finally:
             self._leave(place)
 
-    def _slowest(self, rate: float | None) -> Place | None:
+    def _slowest(self, rate: float | None) -> ReaderPlace | None:
         """The reader that has had its turn and is the slowest, if it is slower than this rate."""
         old = [place for place in self._taken.values() if clock.now() - place.since >= self._turn]
         slowest = min(old, key=lambda place: place.rate, default=None)
         return slowest if slowest is not None and (rate is None or slowest.rate < rate) else None
 
-    def _give_up(self, place: Place) -> None:
+    def _give_up(self, place: ReaderPlace) -> None:
         self._leave(place)
         place.displace()
 
-    def _leave(self, place: Place) -> None:
+    def _leave(self, place: ReaderPlace) -> None:
         if self._taken.get(place.peer) is place:
             del self._taken[place.peer]
             self._rates.put(place.peer, place.rate)

@@ -16,7 +16,7 @@ from diloco.swarm.trainer import RoundOutcome
 
 
 @dataclass(eq=False)
-class Round(RoundState):
+class OwnRound(RoundState):
     leaves: merkle.Tree = field(default_factory=lambda: merkle.Tree([]))
     """The tree over the posted parts."""
     transfer: Transfer | None = None

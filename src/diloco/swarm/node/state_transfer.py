@@ -23,7 +23,7 @@ from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.frames import read_frame, write_frame
 from diloco.swarm.node.outcomes import Outcomes
-from diloco.swarm.node.places import Place, Places
+from diloco.swarm.node.places import Places, ReaderPlace
 from diloco.swarm.node.recent_rounds import MAX_BYTES, MAX_ROUNDS
 from diloco.swarm.node.slow_sources import Attempt, fetch_first
 from diloco.swarm.protocol import timing
@@ -89,7 +89,7 @@ class StateTransfer:
         async with self._places.take(stream.peer) as place:
             await place.run(self._send(stream, place))
 
-    async def _send(self, stream: Stream, place: Place) -> None:
+    async def _send(self, stream: Stream, place: ReaderPlace) -> None:
         snapshot = await self._shared_snapshot()
         if snapshot is None:
             await write_frame(stream, encode(NotHere()), self._stall_seconds)

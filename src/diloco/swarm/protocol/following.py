@@ -57,7 +57,7 @@ class UnknownSeat(CallRefused):
         self.trouble = trouble
 
 
-class Follower:
+class RoundFollower:
     def __init__(
         self,
         members: Membership,

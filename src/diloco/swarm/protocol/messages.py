@@ -12,11 +12,9 @@ from msgspec import Meta, Struct, field
 from diloco.core.config import Merge
 from diloco.engines.note import MalformedNote, read_note
 from diloco.swarm.network.transport import MAX_CALL_BYTES
-from diloco.swarm.protocol import guest_messages as guests
-from diloco.swarm.protocol import proof_messages as proofs
-from diloco.swarm.protocol.certificate import Certificate, Ranges, Sha256, Vote
+from diloco.swarm.protocol.certificate import Certificate, LongParts, Ranges, Sha256, TwoPlans, TwoRanges, Vote
 from diloco.swarm.protocol.plan import MAX_WORKERS, NO_AUTHORITY, Authority, Plan
-from diloco.swarm.protocol.status import Addresses, PeerName, Process, Status
+from diloco.swarm.protocol.status import Addresses, PeerName, Process, RunStatus, Status
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
 from diloco.swarm.trainer import PresentWorker
 
@@ -96,28 +94,30 @@ class Addressed(PeerMessage, frozen=True):
 
 
 class AskNumber(PeerMessage, frozen=True):
-    """Answered by Number; only the leader gives worker numbers."""
+    """A worker asks for a number; only the leader gives one."""
 
     wished: Annotated[int, Meta(ge=-1, le=1 << 20)]
 
 
 class Number(PeerMessage, frozen=True):
+    """The number of the asking worker."""
+
     number: Annotated[int, Meta(ge=0, le=1 << 20)]
 
 
 class Goodbye(PeerMessage, frozen=True):
-    """Answered by Done."""
+    """The sender leaves the run."""
 
 
 class Done(PeerMessage, frozen=True):
-    pass
+    """It was heard."""
 
 
 # From a worker to the leader of its round
 
 
 class Ready(PeerMessage, frozen=True):
-    """The worker has posted a round. Answered by Waiting, Ended or NotLeader."""
+    """The worker has posted a round: its header, for the leader."""
 
     contribution: PresentWorker
     max_norm_ratio: float | None
@@ -137,7 +137,7 @@ class NotLeader(PeerMessage, frozen=True):
 
 
 class Complete(PeerMessage, frozen=True):
-    """The worker has the whole mean of this plan. Answered by Done."""
+    """The worker has the whole mean of this plan, and votes for it."""
 
     sequence: Sequence
     authority: Authority
@@ -172,7 +172,7 @@ class Opposed(PeerMessage, frozen=True):
 
 
 class Commit(PeerMessage, frozen=True):
-    """The mean of a plan counts. Answered by Done, NotPosted, Ended or Superseded."""
+    """The mean of a plan counts: most have voted for it."""
 
     sequence: Sequence
     authority: Authority
@@ -183,7 +183,7 @@ class Commit(PeerMessage, frozen=True):
 
 
 class Inquire(PeerMessage, frozen=True):
-    """A new leader asks for the state of a round. Answered by Posted, LedBy, NotPosted, Ended or Superseded."""
+    """A new leader asks for the state of a round, and to be obeyed in it."""
 
     sequence: Sequence
     authority: Authority
@@ -197,6 +197,8 @@ class Voted(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Posted(PeerMessage, frozen=True):
+    """The worker has posted the round, obeys no lower authority from now on, and has this mean, if any."""
+
     contribution: PresentWorker
     max_norm_ratio: float | None = None
     merge: Merge = "mean"
@@ -222,7 +224,7 @@ class Superseded(PeerMessage, frozen=True):
 
 
 class PostNow(PeerMessage, frozen=True):
-    """The others wait no longer: post this round with the work done so far. Answered by Done."""
+    """The others wait no longer: post this round with the work done so far."""
 
     sequence: Sequence
 
@@ -231,17 +233,17 @@ class PostNow(PeerMessage, frozen=True):
 
 
 class AskOutcome(PeerMessage, frozen=True):
-    """Answered by Outcome."""
+    """How this round has ended for the receiver is asked for."""
 
     sequence: Sequence
 
 
 class AskLastPlan(PeerMessage, frozen=True):
-    """Answered by Outcome: the plan of the last round, with the members that count from then on (quorum.py)."""
+    """How the last round has ended is asked for: its plan tells which members count from then on (quorum.py)."""
 
 
 class Outcome(PeerMessage, frozen=True):
-    """None: the round has not ended, or is too old. It counts for nothing without its certificate."""
+    """The plan and the certificate of a round. None: it has not ended, or is too old."""
 
     plan: Plan | None = None
     certificate: Certificate | None = None
@@ -256,6 +258,8 @@ class AskEnds(PeerMessage, frozen=True):
 
 
 class Ends(PeerMessage, frozen=True):
+    """How rounds have ended for the sender."""
+
     plans: Annotated[bytes, Meta(max_length=END_BYTES * MOST_ENDS)]
     """The beginnings of the plans' digests, one for each round; zeros where the sender does not know."""
 
@@ -293,10 +297,12 @@ class OpenMean(PeerMessage, frozen=True):
 
 
 class OpenState(PeerMessage, frozen=True):
-    """StateHead and the state come back, or NotHere."""
+    """The global state comes back, after StateHead."""
 
 
 class StateHead(PeerMessage, frozen=True):
+    """What follows on the stream: a state, its size and its digest."""
+
     numbers: dict[Text, int]
     layout_digest: Text
     note: bytes
@@ -314,29 +320,163 @@ class StateHead(PeerMessage, frozen=True):
 
 
 class OpenFile(PeerMessage, frozen=True):
-    """FileHead and the file come back, or NotHere."""
+    """A file comes back, after FileHead."""
 
     name: Text
 
 
 class FileHead(PeerMessage, frozen=True):
+    """What follows on the stream: a file, its size and its SHA-256."""
+
     size: Annotated[int, Meta(ge=0, le=_LARGEST_FILE)]
     digest: Text
 
 
 class NotHere(PeerMessage, frozen=True):
-    pass
+    """The asked peer does not have it, or no longer."""
+
+
+# Of and for guests (`diloco join`, `status` and `doctor`)
+
+MAX_MEASURED_BYTES = 512 << 10
+
+
+class AskStatus(PeerMessage, frozen=True):
+    """The state of the run and of its members is asked for."""
+
+
+class StatusAnswer(PeerMessage, frozen=True):
+    """The run as the asked member sees it."""
+
+    status: RunStatus
+
+
+class AskFiles(PeerMessage, frozen=True):
+    """The names of the files that the asked member serves are asked for."""
+
+
+class FileNames(PeerMessage, frozen=True):
+    """The names of files, for OpenFile."""
+
+    names: Annotated[tuple[Text, ...], Meta(max_length=8192)]
+
+
+class AskTime(PeerMessage, frozen=True):
+    """The time of the asked machine is asked for."""
+
+
+class Time(PeerMessage, frozen=True):
+    """Seconds since 1970."""
+
+    time: float
+
+
+class Measure(PeerMessage, frozen=True):
+    """A test of the bandwidth in both directions: `size` bytes come back."""
+
+    size: Annotated[int, Meta(ge=0, le=MAX_MEASURED_BYTES)]
+    padding: Annotated[bytes, Meta(max_length=MAX_MEASURED_BYTES)] = b""
+
+
+class Measured(PeerMessage, frozen=True):
+    """As many bytes as were asked for."""
+
+    data: bytes
+
+
+# How members check each other
+
+
+class Projections(PeerMessage, frozen=True):
+    """The numbers of the sender's parts, from `first` on (audit/mean_check.py)."""
+
+    plan: Sha256
+    first: Annotated[int, Meta(ge=0, le=1 << 40)]
+    values: Annotated[bytes, Meta(max_length=1 << 19)]
+
+    def __post_init__(self) -> None:
+        if len(self.values) % 4:
+            raise Malformed(f"{len(self.values)} bytes of numbers")
+
+
+class AskPart(PeerMessage, frozen=True):
+    """A member checks a mean, and wants to see a part of the receiver's contribution to it."""
+
+    plan: Sha256
+    part: Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class Part(PeerMessage, frozen=True):
+    """A part of the sender's contribution, encoded, and the proof that it was bound to it."""
+
+    data: bytes
+    proof: Annotated[bytes, Meta(max_length=4096)]
+
+
+class Proof(PeerMessage, frozen=True):
+    """A member has lied, as every other can check."""
+
+    lie: TwoRanges | LongParts | TwoPlans
+
+
+# States of members
+
+
+class AskStateDigest(PeerMessage, frozen=True):
+    """A worker that fetches the state before this round asks other members for theirs."""
+
+    sequence: Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class StateDigest(PeerMessage, frozen=True):
+    """The digest of the sender's state; None if it does not have that one."""
+
+    digest: Sha256 | None = None
+    pending: bool = False
+    """It is being computed: ask again."""
 
 
 Message = (
     Hello | Addressed | Beat | AskNumber | Number | Goodbye | Done
     | Ready | Waiting | Ended | NotLeader | Complete | Trouble | Opposed
     | Plan | Commit | Inquire | Posted | LedBy | NotPosted | Superseded | PostNow
-    | AskOutcome | AskLastPlan | Outcome | AskEnds | Ends | RoundsLost | guests.AskStatus | guests.StatusAnswer
-    | guests.AskFiles | guests.FileNames | guests.AskTime | guests.Time | guests.Measure | guests.Measured
-    | proofs.Proof | proofs.Projections | proofs.AskPart | proofs.Part | proofs.AskStateDigest | proofs.StateDigest
+    | AskOutcome | AskLastPlan | Outcome | AskEnds | Ends | RoundsLost | AskStatus | StatusAnswer
+    | AskFiles | FileNames | AskTime | Time | Measure | Measured
+    | Proof | Projections | AskPart | Part | AskStateDigest | StateDigest
     | OpenParts | OpenMean | OpenState | StateHead | OpenFile | FileHead | NotHere
 )  # fmt: skip
+
+ANSWERS: dict[type[PeerMessage], tuple[type[PeerMessage], ...]] = {
+    Hello: (Hello,),
+    Beat: (Beat,),
+    AskNumber: (Number,),
+    Goodbye: (Done,),
+    Ready: (Waiting, Ended, NotLeader),
+    Inquire: (Posted, NotPosted, LedBy, Superseded, Ended),
+    PostNow: (Done,),
+    Plan: (Done, NotPosted, Superseded, Ended),
+    Complete: (Done,),
+    Trouble: (Done,),
+    Opposed: (Done,),
+    Commit: (Done, NotPosted, Superseded),
+    AskOutcome: (Outcome,),
+    AskLastPlan: (Outcome,),
+    AskEnds: (Ends,),
+    RoundsLost: (Done,),
+    Projections: (Done,),
+    AskPart: (Part, NotHere),
+    Proof: (Done,),
+    AskStateDigest: (StateDigest,),
+    OpenParts: (),
+    OpenMean: (),
+    OpenState: (StateHead, NotHere),
+    OpenFile: (FileHead, NotHere),
+    AskStatus: (StatusAnswer,),
+    AskFiles: (FileNames,),
+    AskTime: (Time,),
+    Measure: (Measured,),
+}
+"""What each request is answered with, unless it is refused (refusals.py). Data follows those that open a stream."""
 
 _decoder: "msgspec.msgpack.Decoder[Message]" = msgspec.msgpack.Decoder(Message)
 _version_decoder = msgspec.msgpack.Decoder(HelloVersion)

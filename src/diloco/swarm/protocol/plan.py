@@ -106,6 +106,8 @@ class Offence(NamedTuple):
 
 
 class Plan(PeerMessage, frozen=True, dict=True):
+    """The workers of a round and their headers, from which all make the same decision."""
+
     key: RoundKey
     authority: Authority
     leader: PeerName

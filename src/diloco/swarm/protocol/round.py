@@ -1,13 +1,7 @@
 """What a worker knows of a round that it has posted, as data. Only the methods here change it.
 
-    POSTED    no leader has its header yet, or the last one was lost
-    WAITING   a leader has its header, and waits for others
-    PLANNED   it follows a plan: its workers exchange parts
-    VOTED     the whole mean is here, and it has voted for that; it votes for no other mean of the plan
-    ENDED     the mean counts: most have voted for it
-    GIVEN_UP  the round has failed for this worker; its work is in the next one
-
-A plan of a higher authority takes it back from VOTED to PLANNED; a lost leader does not take it back at all.
+Its phase follows from these facts; `TRANSITIONS` says which phase can follow on which, and why (a table of them is in
+docs/protocol.md, made by table.py).
 """
 
 import enum
@@ -28,6 +22,44 @@ class RoundPhase(enum.Enum):
     VOTED = "voted"
     ENDED = "ended"
     GIVEN_UP = "given up"
+
+
+MEANING: dict[RoundPhase, str] = {
+    RoundPhase.POSTED: "no leader has the header, or the last one was lost, passed over or is to be asked again",
+    RoundPhase.WAITING: "a leader has the header, and waits for others",
+    RoundPhase.PLANNED: "it follows a plan, whose workers exchange parts; it keeps that if the leader is lost",
+    RoundPhase.VOTED: "the whole mean is here, and it has voted for it; it votes for no other mean of the plan",
+    RoundPhase.ENDED: "the mean counts: most have voted for it",
+    RoundPhase.GIVEN_UP: "the round has failed for this worker; its work is in the next one",
+}
+
+TRANSITIONS: dict[RoundPhase, dict[RoundPhase, str]] = {
+    RoundPhase.POSTED: {
+        RoundPhase.WAITING: "the leader answers Ready with Waiting, or another leader is known",
+        RoundPhase.PLANNED: "Plan",
+        RoundPhase.ENDED: "a member shows the certificate of a plan with this worker's header, and its mean is fetched",
+        RoundPhase.GIVEN_UP: "no majority, no leader, the deadline; or others have ended the round without this worker",
+    },
+    RoundPhase.WAITING: {
+        RoundPhase.POSTED: "the leader is lost or passed over, or has been silent for two seconds",
+        RoundPhase.PLANNED: "Plan",
+        RoundPhase.ENDED: "as above",
+        RoundPhase.GIVEN_UP: "as above",
+    },
+    RoundPhase.PLANNED: {
+        RoundPhase.VOTED: "all parts of the mean are here, and no contribution to it points against the others",
+        RoundPhase.ENDED: "as above",
+        RoundPhase.GIVEN_UP: "as above",
+    },
+    RoundPhase.VOTED: {
+        RoundPhase.PLANNED: "Plan of a higher authority; or another mean counts, and is fetched into the same memory",
+        RoundPhase.ENDED: "Commit with the votes of most for this mean",
+        RoundPhase.GIVEN_UP: "as above",
+    },
+    RoundPhase.ENDED: {},
+    RoundPhase.GIVEN_UP: {},
+}
+"""Phase -> the phases that may follow, and what takes the round there."""
 
 
 @dataclass(eq=False)

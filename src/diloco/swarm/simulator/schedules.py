@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from diloco.errors import EngineError, Excluded
-from diloco.swarm.node.round import Round
+from diloco.swarm.node.round import OwnRound
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.simulator import lies, virtual_clock
 from diloco.swarm.simulator.network import Fate
@@ -112,7 +112,7 @@ def lies_of(seed: int, count: int) -> tuple[str, ...]:
     return (LIES[seed % len(LIES)],) if count == 1 else draw_lies(seed, count)
 
 
-class Schedule:
+class FaultSchedule:
     def __init__(self, seed: int, workers: int, faults: list[Fault], lies: tuple[str, ...] = ()) -> None:
         self.result = ScheduleResult(seed, workers, faults, lies=lies)
         among = random.Random(f"liars {seed}").sample(range(workers), len(lies))
@@ -188,7 +188,7 @@ class Schedule:
         worker.node.permissions.ban = note_ban  # type: ignore[method-assign]
         succeed = outcomes.succeed
 
-        def record(round_: Round, plan: Plan) -> None:
+        def record(round_: OwnRound, plan: Plan) -> None:
             if plan.has_mean and not round_.ended:
                 contributors = {entry.peer for entry in plan.contributors}
                 self.result.outside |= 2 * len(self._liars & contributors) >= len(contributors)
@@ -391,5 +391,5 @@ def run(
     """The schedule of this seed, or another one with its chances (a shrunk one)."""
     drawn = draw(seed)
     workers = workers or drawn[0] + len(lies)  # three honest ones at least
-    schedule = Schedule(seed, workers, drawn[1] if faults is None else faults, lies)
+    schedule = FaultSchedule(seed, workers, drawn[1] if faults is None else faults, lies)
     return virtual_clock.run(schedule.run())
