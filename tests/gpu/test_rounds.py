@@ -15,7 +15,7 @@ from diloco.engines.base import Engine
 from diloco.engines.rounds import Contribution, RoundKey
 from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.safetensors_files import file_chunks
-from diloco.training.checkpoints import snapshot
+from diloco.training.checkpoints import store
 from support.processes import in_processes
 from support.threads import in_threads
 
@@ -47,10 +47,10 @@ def test_the_means_of_vectors_on_a_gpu_are_the_bytes_of_those_on_the_cpu(workers
 
 @pytest.mark.parametrize("room", [True, False], ids=["within the GPU", "to pinned memory"])
 def test_a_snapshot_does_not_follow_the_training(room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_has_room", lambda _: room)
+    monkeypatch.setattr(store, "_has_room", lambda _: room)
     tensors = {"a": torch.randn(5000, 4099, device="cuda"), "b": torch.arange(7.0), "c": torch.randn(3, 5).cuda().t()}
     before = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
-    copies, wait = snapshot.take_snapshot({name: pieces_of(tensor) for name, tensor in tensors.items()})
+    copies, wait = store.take_snapshot({name: pieces_of(tensor) for name, tensor in tensors.items()})
     for tensor in tensors.values():
         tensor.zero_()
     wait()
