@@ -15,7 +15,7 @@ from diloco.training.compute import precision_name
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.start import check_device
 from diloco.training.sizes.estimate import bits_per_second, device_budget, estimate, vocabulary_of, warnings
-from diloco.training.sizes.memory import Place
+from diloco.training.sizes.memory import Placement
 from diloco.training.sizes.room import check_disk
 
 
@@ -37,7 +37,7 @@ def print_estimate(
     device = torch.device("cuda" if cuda else "cpu")
     sizes = config.sizes()
     workers = max(2, members + config.workers) if config.engine == "swarm" else config.workers
-    place = Place(workers, min(sizes), cuda, precision_name(config.compute.precision, device))
+    place = Placement(workers, min(sizes), cuda, precision_name(config.compute.precision, device))
     folder = resume or Path(config.out or "runs")
     history = RunHistory() if resume is None else read_history(resume)
     sizes_of_run = estimate(

@@ -15,7 +15,7 @@ from diloco.training.config.run import RunConfig
 
 
 @dataclass(frozen=True)
-class Texts:
+class WorkerTexts:
     """The text of a run, and the part of it that is on this machine."""
 
     shared: Corpus

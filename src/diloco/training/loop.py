@@ -19,7 +19,7 @@ from diloco.data.corpus import Corpus
 from diloco.data.order import check_disjoint, worker_shards
 from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import RoundKey
-from diloco.errors import ConfigError, DiLoCoError, EngineError, LossNotFinite, ModelNotWritten
+from diloco.errors import DiLoCoError, EngineError, LossNotFinite, ModelNotWritten
 from diloco.history.events import (
     CorpusEvent,
     LossNotFiniteEvent,
@@ -38,14 +38,14 @@ from diloco.models.registry import build_model
 from diloco.outer.elastic import ElasticLoop
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
-from diloco.training.batches import ShardReader, Texts
+from diloco.training.batches import ShardReader, WorkerTexts
 from diloco.training.checkpoints.resume import Start
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.checkpoints.worker_state import Checkpointer, HasState, WorkerState
 from diloco.training.compute import PlacedModel, Precision, prepare
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
-from diloco.training.micro_batch_size import budget_bytes, choices, estimated, fewest_that_fit, trial_bytes
+from diloco.training.micro_batch_size import budget_bytes, fewest_micro_batches
 from diloco.training.micro_batches import micro_batches
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.peers import FixedPeers, Peers
@@ -54,7 +54,7 @@ from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.resolved import resolved_values, write_resolved
 from diloco.training.records.run_folder import MODEL_FOLDER
 from diloco.training.records.worker_events import end_fields, round_ended, round_members, started_fields, told_round
-from diloco.training.sizes.memory import ACTIVATIONS, Place, process_memory
+from diloco.training.sizes.memory import Placement
 from diloco.training.step_log import BadLoss, LossCheck, StepLog
 from diloco.training.validation import Evaluator, Validation
 
@@ -67,7 +67,7 @@ class Training:
     def __init__(
         self,
         config: RunConfig,
-        texts: Texts | Corpus,
+        texts: WorkerTexts | Corpus,
         engine: Connection,
         events: EventLog,
         device: torch.device,
@@ -85,7 +85,7 @@ class Training:
         """
         self.leader = leader and engine.ranks.rank == 0
         self._saves = bool(engine.ranks.gather_numbers(self.leader)[0][0])  # all ranks of the leader's worker
-        texts = texts if isinstance(texts, Texts) else Texts(texts)
+        texts = texts if isinstance(texts, WorkerTexts) else WorkerTexts(texts)
         self.config = config
         self.corpus = texts.shared
         self.engine = engine
@@ -151,7 +151,7 @@ class Training:
             return ShardedModel(model, ranks, device, self.precision.sharding_policy)
         return ReplicatedModel(model, ranks, device)
 
-    def _starting_shards(self, texts: Texts) -> list[int]:
+    def _starting_shards(self, texts: WorkerTexts) -> list[int]:
         engine = self.engine
         corpus = texts.shared
         if not engine.elastic:
@@ -178,46 +178,19 @@ class Training:
     def _micro_batches(self, sharing: int) -> int:
         """Return the number of micro-batches of a step: as given, one on the CPU, as few as fit on a GPU; an event
         tells it."""
-        config = self.config
-        ranks = self.engine.ranks
-        if config.training.accumulation is not None or self.device.type != "cuda":
-            return config.training.least_accumulation
-        length = config.data.sequence_length
-        budget = budget_bytes(self.device, sharing)
-        counts = choices(config.training.batch_size, ranks.count)
-        activations, gradients, rest = self._estimated_memory()
-        found = estimated(counts, activations, gradients + rest, budget)
-        if ranks.count == 1:
-
-            def needed(count: int) -> int | None:
-                rows = config.training.batch_size // count
-                used = trial_bytes(self.model, self._trial_loss, rows, length, self.device)
-                return None if used is None else rest + used
-
-            found = fewest_that_fit(counts, found, needed, gradients + rest, budget)
-        rows = config.training.batch_size // ranks.count // found
-        self.events.emit(MicroBatchesEvent(accumulation=found, rows=rows, tried=ranks.count == 1, budget_bytes=budget))
-        return found
-
-    def _estimated_memory(self) -> tuple[int, int, int]:
-        """Bytes on the GPU: activations of a whole batch, gradients, and all that is there besides."""
+        if self.config.training.accumulation is not None or self.device.type != "cuda":
+            return self.config.training.least_accumulation
         ranks = self.engine.ranks
         workers = max(2, self.engine.workers) if self.engine.elastic else self.engine.workers
-        place = Place(workers, ranks.count, cuda=True, precision=self.precision.name)
-        try:
-            _, memory = process_memory(self.config, self.model, place, 0, self.corpus.vocab_size)
-        except (DiLoCoError, RuntimeError, TypeError, AttributeError) as error:  # of another library's model
-            if ranks.count > 1:
-                raise ConfigError(
-                    f"the memory of this model's steps cannot be estimated ({error}), and several ranks do not try: "
-                    "say in how many micro-batches a step is computed, with --training.accumulation"
-                ) from error
-            logger.warning("the memory of a step cannot be estimated, so trials begin with a whole batch: %s", error)
-            gradients = sum(4 * p.numel() for p in self.model.parameters() if p.requires_grad)
-            return 0, gradients, torch.cuda.memory_allocated(self.device) + 2 * gradients
-        activations = memory[ACTIVATIONS]
-        gradients = memory["gradients"]
-        return activations, gradients, sum(memory.values()) - activations - gradients
+        placement = Placement(workers, ranks.count, cuda=True, precision=self.precision.name)
+        budget = budget_bytes(self.device, sharing)
+        accumulation = fewest_micro_batches(
+            self.config, placement, self.model, self._trial_loss, self.corpus.vocab_size, self.device, budget
+        )
+        rows = self.config.training.batch_size // ranks.count // accumulation
+        tried = ranks.count == 1
+        self.events.emit(MicroBatchesEvent(accumulation=accumulation, rows=rows, tried=tried, budget_bytes=budget))
+        return accumulation
 
     def _trial_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.precision.autocast():
@@ -239,7 +212,7 @@ class Training:
             stopped=lambda: self.stop_requested,
         )
 
-    def _peers(self, texts: Texts) -> Peers:
+    def _peers(self, texts: WorkerTexts) -> Peers:
         if not self.engine.elastic:
             return FixedPeers(self.config, self.engine)
         from diloco.training.swarm.peers import SwarmPeers

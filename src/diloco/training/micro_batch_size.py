@@ -8,16 +8,67 @@ processes start, so that a run makes the same choice again on the same GPU. Amon
 not fail alone, the estimate decides without a trial.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, DiLoCoError
+from diloco.models.base import LanguageModel
+from diloco.training.config.run import RunConfig
+from diloco.training.sizes.memory import ACTIVATIONS, Placement, process_memory
 from diloco.training.sizes.room import size_text
+
+logger = logging.getLogger(__name__)
 
 USABLE = 0.92
 """The share of a GPU's memory that is planned with: allocators leave holes, and libraries have memory of their own."""
+
+
+def fewest_micro_batches(
+    config: RunConfig,
+    placement: Placement,
+    model: LanguageModel,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    vocab_size: int,
+    device: torch.device,
+    budget: float,
+) -> int:
+    """Return how many micro-batches of a step fit `budget` bytes of a GPU: by an estimate, and for a worker of one rank
+    by trials from there on."""
+    counts = choices(config.training.batch_size, placement.ranks)
+    activations, gradients, rest = _estimated_memory(config, placement, model, vocab_size, device)
+    start = estimated(counts, activations, gradients + rest, budget)
+    if placement.ranks > 1:
+        return start
+
+    def needed(count: int) -> int | None:
+        rows = config.training.batch_size // count
+        used = trial_bytes(model, loss, rows, config.data.sequence_length, device)
+        return None if used is None else rest + used
+
+    return fewest_that_fit(counts, start, needed, gradients + rest, budget)
+
+
+def _estimated_memory(
+    config: RunConfig, placement: Placement, model: LanguageModel, vocab_size: int, device: torch.device
+) -> tuple[int, int, int]:
+    """Return the bytes on the GPU: activations of a whole batch, gradients, and all that is there besides."""
+    try:
+        _, memory = process_memory(config, model, placement, 0, vocab_size)
+    except (DiLoCoError, RuntimeError, TypeError, AttributeError) as error:  # of another library's model
+        if placement.ranks > 1:
+            raise ConfigError(
+                f"the memory of this model's steps cannot be estimated ({error}), and several ranks do not try: "
+                "say in how many micro-batches a step is computed, with --training.accumulation"
+            ) from error
+        logger.warning("the memory of a step cannot be estimated, so trials begin with a whole batch: %s", error)
+        gradients = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+        return 0, gradients, torch.cuda.memory_allocated(device) + 2 * gradients
+    activations = memory[ACTIVATIONS]
+    gradients = memory["gradients"]
+    return activations, gradients, sum(memory.values()) - activations - gradients
 
 
 def choices(batch_size: int, ranks: int = 1) -> list[int]:

@@ -15,12 +15,12 @@ from diloco.errors import ConfigError
 from diloco.history.log import EventLog
 from diloco.history.run_history import history_of
 from diloco.models.choice import ModelChoice
-from diloco.training import loop
+from diloco.training import loop, micro_batch_size
 from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.micro_batch_size import choices, estimated, fewest_that_fit
 from diloco.training.sizes.estimate import estimate
-from diloco.training.sizes.memory import ACTIVATIONS, Place
+from diloco.training.sizes.memory import ACTIVATIONS, Placement
 from support.event_log import read_events
 
 FIXED = 100
@@ -97,7 +97,10 @@ def test_on_the_cpu_a_step_is_one_micro_batch_unless_another_number_is_given(tmp
 def test_on_a_gpu_trials_decide_and_an_event_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = _training(tmp_path)
     training.device = torch.device("cuda")
-    _, gradients, rest = training._estimated_memory()
+    placement = Placement(1, 1, cuda=True, precision=training.precision.name)
+    _, gradients, rest = micro_batch_size._estimated_memory(
+        training.config, placement, training.model, training.corpus.vocab_size, training.device
+    )
     tried: list[int] = []
 
     def trial(_: object, __: object, rows: int, length: int, ___: object) -> int | None:
@@ -105,7 +108,7 @@ def test_on_a_gpu_trials_decide_and_an_event_tells(tmp_path: Path, monkeypatch: 
         tried.append(rows)
         return gradients + 1000 * rows
 
-    monkeypatch.setattr(loop, "trial_bytes", trial)
+    monkeypatch.setattr(micro_batch_size, "trial_bytes", trial)
     monkeypatch.setattr(loop, "budget_bytes", lambda *_: gradients + rest + 2500)
     assert training._micro_batches(1) == 4 and 2 in tried
     [event] = [event for event in read_events(tmp_path) if event["type"] == "micro_batches"]
@@ -119,7 +122,7 @@ def test_on_a_gpu_trials_decide_and_an_event_tells(tmp_path: Path, monkeypatch: 
 
 def test_the_estimate_tells_how_a_step_is_cut(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    place = Place(2, cuda=True)
+    place = Placement(2, cuda=True)
     whole = estimate(config, 300, place, processes=1, folder=tmp_path)
     activations = whole.device_memory[ACTIVATIONS]
     budget = sum(whole.device_memory.values()) - activations + activations / 2
@@ -127,5 +130,5 @@ def test_the_estimate_tells_how_a_step_is_cut(tmp_path: Path) -> None:
     assert (cut.accumulation, cut.micro_batch_rows) == (2, 4)
     assert sum(cut.device_memory.values()) <= budget
     assert "; a step is 2 times 4 sequences" in size_lines(cut.as_json())[0]
-    here = estimate(config, 300, Place(2), processes=1, folder=tmp_path)
+    here = estimate(config, 300, Placement(2), processes=1, folder=tmp_path)
     assert "; a step is 8 sequences at once" in size_lines(here.as_json())[0]

@@ -43,7 +43,7 @@ from diloco.training.sizes.estimate import (
 from diloco.training.sizes.memory import (
     ACTIVATIONS,
     OF_WORKER_0,
-    Place,
+    Placement,
     encoded_vectors,
     native_activations,
     network_memory,
@@ -68,7 +68,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Corpus]:
 
 
 def told(config: RunConfig, corpus: Corpus, folder: Path) -> Estimate:
-    place = Place(config.workers)
+    place = Placement(config.workers)
     return estimate.estimate(config, corpus.vocab_size, place, processes=config.workers, folder=folder)
 
 
@@ -164,10 +164,12 @@ def _check_tensors(memory: dict[str, int], worker: Training) -> None:
 def test_ranks_share_the_model_out(text: tuple[RunConfig, Corpus]) -> None:
     config, corpus = text
     outline = model_outline(config.model, vocab_size=corpus.vocab_size, sequence_length=8)
-    whole, _ = process_memory(config, outline, Place(2, 1), 0, corpus.vocab_size)
-    fsdp, _ = process_memory(replace(config, ranks="2"), outline, Place(2, 2), 0, corpus.vocab_size)
+    whole, _ = process_memory(config, outline, Placement(2, 1), 0, corpus.vocab_size)
+    fsdp, _ = process_memory(replace(config, ranks="2"), outline, Placement(2, 2), 0, corpus.vocab_size)
     sharding = replace(config.compute, sharding="ddp")
-    ddp, _ = process_memory(replace(config, ranks="2", compute=sharding), outline, Place(2, 2), 0, corpus.vocab_size)
+    ddp, _ = process_memory(
+        replace(config, ranks="2", compute=sharding), outline, Placement(2, 2), 0, corpus.vocab_size
+    )
     assert 0.5 * whole["parameters"] <= fsdp["parameters"] < 0.55 * whole["parameters"]
     assert 0.5 * whole["anchor"] <= fsdp["anchor"] == ddp["anchor"] < 0.55 * whole["anchor"]
     assert ddp["parameters"] == whole["parameters"] and ddp["inner optimizer"] == whole["inner optimizer"]
@@ -176,7 +178,7 @@ def test_ranks_share_the_model_out(text: tuple[RunConfig, Corpus]) -> None:
 def test_a_gpu_holds_the_model_and_with_offload_the_main_memory_holds_anchors(text: tuple[RunConfig, Corpus]) -> None:
     config, corpus = text
     outline = model_outline(config.model, vocab_size=corpus.vocab_size, sequence_length=8)
-    place = Place(2, cuda=True, precision="bf16")
+    place = Placement(2, cuda=True, precision="bf16")
     host, gpu = process_memory(config, outline, place, 7, corpus.vocab_size)
     assert "anchor" in gpu and "anchor" not in host and host["Python and its libraries"] == 7
     config = replace(config, device="cuda", sync=replace(config.sync, offload=True))
@@ -339,7 +341,7 @@ def test_speed_and_rate_come_from_the_events_of_the_run(text: tuple[RunConfig, C
     assert measured_bits_per_second(history) == 4e6 and measured_step_seconds(history) == 0.5
     assert measured_bits_per_second(RunHistory()) is None and measured_step_seconds(RunHistory()) is None
     config, corpus = text
-    sizes = estimate.estimate(config, corpus.vocab_size, Place(2), processes=2, folder=tmp_path, history=history)
+    sizes = estimate.estimate(config, corpus.vocab_size, Placement(2), processes=2, folder=tmp_path, history=history)
     assert sizes.round_seconds == {"4": pytest.approx(8 * sizes.round_bytes / 4e6)}
     assert sizes.bytes_per_day == pytest.approx(sizes.round_bytes * 86_400 / (3 * 0.5))
 

@@ -19,7 +19,7 @@ from diloco.swarm.network.listening import choose_port
 from diloco.swarm.protocol.status import MemberStatus, RunStatus
 from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.swarm.settings import Settings
-from diloco.training.batches import Texts
+from diloco.training.batches import WorkerTexts
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
@@ -114,7 +114,7 @@ def _train(config: RunConfig, slot: SwarmSlot) -> None:
     on_stop_signals(_give_up)  # finding the swarm may take a minute, and fetching its state too
     device = device_of(config, slot.index)
     own = None if slot.own_folder is None else Corpus.open(slot.own_folder)
-    texts = Texts(Corpus.open(slot.corpus_folder, allow_missing_shards=True), own, slot.index, slot.slots)
+    texts = WorkerTexts(Corpus.open(slot.corpus_folder, allow_missing_shards=True), own, slot.index, slot.slots)
     swarm_events = SwarmEvents()
     engine = SwarmEngine(settings_of(config, slot), on_event=swarm_events)
     try:
@@ -128,7 +128,7 @@ def _train(config: RunConfig, slot: SwarmSlot) -> None:
 def _train_with(
     config: RunConfig,
     slot: SwarmSlot,
-    texts: Texts,
+    texts: WorkerTexts,
     engine: SwarmEngine,
     log: EventLog,
     device: torch.device,

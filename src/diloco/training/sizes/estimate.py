@@ -35,7 +35,7 @@ from diloco.training.micro_batch_size import budget_bytes, choices, estimated
 from diloco.training.sizes.memory import (
     ACTIVATIONS,
     OF_WORKER_0,
-    Place,
+    Placement,
     encoded_vectors,
     moments_vectors,
     network_memory,
@@ -127,7 +127,7 @@ class Estimate:
 def estimate(
     config: RunConfig,
     vocab_size: int,
-    place: Place,
+    place: Placement,
     *,
     processes: int,
     folder: Path,
@@ -258,7 +258,7 @@ def measured_step_seconds(history: RunHistory) -> float | None:
 # How long a step takes
 
 
-def rough_step_seconds(config: RunConfig, parameters: int, place: Place, threads: int) -> float:
+def rough_step_seconds(config: RunConfig, parameters: int, place: Placement, threads: int) -> float:
     """Return estimated seconds of a step on `threads` CPU threads, without rounds.
 
     A step is 6 operations for each parameter and token.
@@ -269,7 +269,7 @@ def rough_step_seconds(config: RunConfig, parameters: int, place: Place, threads
     return flops / (_MATRIX_SHARE * _matrix_speed(place, threads))
 
 
-def _matrix_speed(place: Place, threads: int) -> float:
+def _matrix_speed(place: Placement, threads: int) -> float:
     """Return how many operations a second this machine's matrix product does."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -305,7 +305,7 @@ def emit_sizes(
     """`processes`: on this machine. A model whose sizes cannot be told is trained all the same."""
     workers = max(engine.workers, 2) if engine.elastic else engine.workers  # in a swarm others will come
     precision = precision_name(config.compute.precision, device)
-    place = Place(workers, engine.ranks.count, device.type == "cuda", precision)
+    place = Placement(workers, engine.ranks.count, device.type == "cuda", precision)
     try:
         sizes = estimate(
             config,

@@ -41,7 +41,7 @@ _LOGITS = 3  # log-softmax, its gradient, and that of the logits
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where a run's processes compute, and with how many others they average."""
 
     workers: int
@@ -76,7 +76,7 @@ class Held:
 
 
 def process_memory(
-    config: RunConfig, outline: LanguageModel, place: Place, base: int, vocab_size: int
+    config: RunConfig, outline: LanguageModel, place: Placement, base: int, vocab_size: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes of main memory and of GPU memory, by what they hold, when a process holds most.
 
@@ -110,7 +110,7 @@ def process_memory(
     return host, device
 
 
-def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Place, averaged: int) -> list[Held]:
+def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement, averaged: int) -> list[Held]:
     """Return what averaging needs: anchors and what is kept beside them, and what travels."""
     sync = config.sync
     swarm = config.engine == "swarm"
@@ -197,7 +197,7 @@ def inner_elements(config: RunConfig, shapes: Mapping[str, Shape]) -> int:
 # Activations
 
 
-def _activations(config: RunConfig, outline: LanguageModel, place: Place, vocab_size: int) -> int:
+def _activations(config: RunConfig, outline: LanguageModel, place: Placement, vocab_size: int) -> int:
     """Return the activations of one micro-batch, in bytes. Gradients count in full beside them, though they are freed
     before a forward pass: malloc and the GPU's allocator reuse little of the one's memory for the other."""
     rows = max(1, config.training.batch_size // place.ranks // config.training.least_accumulation)

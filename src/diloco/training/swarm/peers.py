@@ -34,7 +34,7 @@ from diloco.history.log import EventLog
 from diloco.outer.elastic import ElasticLoop
 from diloco.outer.rounds import RoundEvent
 from diloco.own_command import command
-from diloco.training.batches import ShardReader, Texts, as_json
+from diloco.training.batches import ShardReader, WorkerTexts, as_json
 from diloco.training.config.run import RunConfig
 from diloco.training.peers import FAILURES_IN_A_ROW, Peers
 from diloco.training.swarm.shard_claims import ShardClaims, ShardFetcher, index_among, shards_of
@@ -71,7 +71,7 @@ class Swarm(Protocol):
         """Return the status of all members, as the node reports it."""
 
 
-def starting_shards(texts: Texts, engine: Connection, config: RunConfig) -> list[int]:
+def starting_shards(texts: WorkerTexts, engine: Connection, config: RunConfig) -> list[int]:
     """Return the shards that a worker of a swarm reads first: those of its share of the text that are on this machine,
     or all that are if its share is less than a batch."""
     if texts.own is not None:
@@ -124,7 +124,7 @@ class SwarmPeers(Peers):
     def __init__(
         self,
         config: RunConfig,
-        texts: Texts,
+        texts: WorkerTexts,
         engine: Connection,
         reader: ShardReader,
         validation: SwarmValidation,
