@@ -48,7 +48,8 @@ def main(steps: int = 200, accumulation: int = 2) -> None:
 
     diloco_optimizer.finish()  # the last rounds: all workers then have the same parameters
     x, y = (tensor.to(accelerator.device) for tensor in points(1000, 256).tensors)
-    final, digest = F.mse_loss(model(x), y).item(), diloco_optimizer.anchor_digest()
+    final = F.mse_loss(model(x), y).item()
+    digest = diloco_optimizer.anchor_digest()
     print(f"worker {engine.worker}  first loss {first:.4f}  final loss {final:.4f}  parameters {digest}", flush=True)
     engine.close()
 

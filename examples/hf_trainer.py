@@ -47,7 +47,8 @@ def main() -> None:
     callbacks = [DiLoCoCallback(optimizer)]  # runs the last rounds at the end of training
     trainer = Trainer(model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=callbacks)
     trainer.train()
-    first, final = trainer.state.log_history[0]["loss"], trainer.evaluate(texts(1000, 64))["eval_loss"]
+    first = trainer.state.log_history[0]["loss"]
+    final = trainer.evaluate(texts(1000, 64))["eval_loss"]
     digest = optimizer.anchor_digest()
     print(f"worker {engine.worker}  first loss {first:.4f}  final loss {final:.4f}  parameters {digest}", flush=True)
     engine.close()

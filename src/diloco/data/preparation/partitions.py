@@ -47,7 +47,7 @@ LABELS_FILE = "labels.json"
 MAX_LABELS = 1024
 STREAM_SAMPLE_PASSAGES = 1 << 16
 SAMPLE_PASSAGES = 4096
-AT_ONCE = 64
+PASSAGES_AT_ONCE = 64
 CHARACTERS_PER_TOKEN = 16
 """More than any text has on average, so `length` tokens never need more characters than this."""
 _REPORT_EVERY = 256
@@ -239,9 +239,9 @@ def find_clusters(passages: Iterable[Passage], model: FeatureModel, clusters: in
     if not chosen:
         raise DataError("data.partition = clusters: the source has no text to group; give more text")
     parts = []
-    for start in range(0, len(chosen), AT_ONCE):
+    for start in range(0, len(chosen), PASSAGES_AT_ONCE):
         progress("finding clusters", start, len(chosen))
-        parts.append(model.of([text for text, _ in chosen[start : start + AT_ONCE]]))
+        parts.append(model.of([text for text, _ in chosen[start : start + PASSAGES_AT_ONCE]]))
     progress("finding clusters", len(chosen), len(chosen))
     sizes = np.array([size for _, size in chosen], np.int64)
     return Clusters.fit(np.concatenate(parts), sizes, clusters)

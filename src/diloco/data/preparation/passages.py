@@ -4,6 +4,7 @@ A passage is a whole document, or a part of a long one cut at a line end; a conv
 that one big file can be spread over many shards and have a validation part. The split is a function of the source, its
 bounds and the fraction only: not of workers, seed, shards or tokenizer, so that validation losses of different runs
 compare.
+
 A passage goes to validation whenever validation has less than its fraction of the text so far; this meets the
 fraction to within one passage, while a random choice could leave a small corpus without validation.
 
@@ -27,6 +28,8 @@ DIGEST_BYTES = 16
 
 
 class Passage(NamedTuple):
+    """A document, or a part of a long one."""
+
     text: str
     size_bytes: int
     is_validation: bool
@@ -89,13 +92,14 @@ class Passages:
                         walk.inside += 1
                         self._share = given / len(document.text)
                         yield self._assign(text, document)
-            self._source_before, self._share = self.source.progress()[0], 0.0
+            self._source_before = self.source.progress()[0]
+            self._share = 0.0
             walk.taken += 1
             walk.taken_bytes += len(document.text.encode())
             walk.inside = 0
 
     def progress(self) -> tuple[int, int | None]:
-        """(done, total) of the bound that is nearest to being reached."""
+        """Return (done, total) of the bound that is nearest to being reached."""
         now, end = self.source.progress()
         # The source counts a document as soon as it yields it; this walk may still be inside that document.
         bounds = [(self._source_before + round(self._share * (now - self._source_before)), end)]
