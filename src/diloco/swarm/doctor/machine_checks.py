@@ -19,7 +19,8 @@ State = Literal["ok", "warning", "failed"]
 HIVEMIND = "1.1.12"
 """The only version whose daemon and control messages are known to fit."""
 _TORCH = (2, 11)
-_LITTLE_DISK, _NO_DISK = 20 << 30, 2 << 30
+_LITTLE_DISK = 20 << 30
+_NO_DISK = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -39,25 +40,26 @@ def check_packages() -> Iterator[Finding]:
 
 
 def _torch() -> Finding:
-    found = _version("torch")
-    if found is None:
+    installed = _version("torch")
+    if installed is None:
         return Finding("torch", "failed", "is not installed", "install it as the README says")
     wanted = ".".join(map(str, _TORCH))
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    numbers = tuple(int(part) for part in installed.split("+")[0].split(".")[:2] if part.isdigit())
     if not numbers:
         return Finding("torch", "warning", "is of unknown version", f"diloco needs torch {wanted} or newer")
     if numbers < _TORCH:
-        return Finding("torch", "failed", f"{found} is older than {wanted}", f"install torch {wanted} or newer")
-    return Finding("torch", "ok", found)
+        return Finding("torch", "failed", f"{installed} is older than {wanted}", f"install torch {wanted} or newer")
+    return Finding("torch", "ok", installed)
 
 
 def _package(name: str) -> Finding:
-    found = _version(name)
-    if found is None:
+    installed = _version(name)
+    if installed is None:
         return Finding(name, "failed", "is not installed", install_hint("swarm"))
-    if name == "hivemind" and found != HIVEMIND:
-        return Finding(name, "warning", f"{found} is not {HIVEMIND}, which diloco is made for", install_hint("swarm"))
-    return Finding(name, "ok", found)
+    if name == "hivemind" and installed != HIVEMIND:
+        message = f"{installed} is not {HIVEMIND}, which diloco is made for"
+        return Finding(name, "warning", message, install_hint("swarm"))
+    return Finding(name, "ok", installed)
 
 
 def _version(name: str) -> str | None:
@@ -88,4 +90,5 @@ def check_gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("GPU", "warning", "none that torch can use", "this machine trains on its processor, slowly")
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return Finding("GPU", "ok", ", ".join(f"{one.name} ({one.total_memory / (1 << 30):.0f} GiB)" for one in devices))
+    names = [f"{device.name} ({device.total_memory / (1 << 30):.0f} GiB)" for device in devices]
+    return Finding("GPU", "ok", ", ".join(names))

@@ -32,12 +32,16 @@ from diloco.swarm.trust.invitation import Invitation, read_invitations
 from diloco.version import __version__
 
 _LATENCIES = 5
+"""Calls whose median is the latency of a line."""
 _PIECE = 512 << 10
 _MAX_PIECES = 64
 _AT_A_TIME = 4
 _MAX_PEERS = 8
-_MOST_SKEW, _SOME_SKEW = 30.0, 3.0
+_MOST_SKEW = 30.0
+_SOME_SKEW = 3.0
+"""Seconds by which this machine's clock may differ before the check fails, or warns."""
 _LITTLE_RELAY = 1 << 30
+"""A relay that carries fewer bytes is of no use."""
 _NO_ANSWER = "is a worker running there, its port open, or behind a router with no relay? Ask for a fresh invitation"
 _NEW_INVITATION = "ask the owner of the run for a new invitation; to resume or to join with this one again is in vain"
 _REMEDIES = {
@@ -76,11 +80,11 @@ def check_port(config: ListenConfig) -> Finding:
 
 
 def check_addresses() -> Finding:
-    found = own_addresses()
-    message = ", ".join(f"{ip} ({'public' if ip.is_global else 'private'})" for ip in found)
-    if not found:
+    addresses = own_addresses()
+    message = ", ".join(f"{ip} ({'public' if ip.is_global else 'private'})" for ip in addresses)
+    if not addresses:
         return Finding("addresses", "failed", "no network", "connect this machine; workers on it alone need none")
-    if any(ip.is_global for ip in found):
+    if any(ip.is_global for ip in addresses):
         return Finding("addresses", "ok", message)
     return Finding(
         "addresses",
@@ -94,7 +98,7 @@ def check_addresses() -> Finding:
 
 
 def check_invitation(given: Sequence[str]) -> tuple[Finding, Invitation | None]:
-    """`given`: as read_invitations takes it. The first invitation is tried."""
+    """Check the first invitation of those that `read_invitations` reads from `given`."""
     try:
         invitation = read_invitations(given, time.time())[0]
     except ConfigError as error:
@@ -106,7 +110,7 @@ def check_invitation(given: Sequence[str]) -> tuple[Finding, Invitation | None]:
 
 
 async def check_swarm(invitation: Invitation, config: ListenConfig) -> AsyncIterator[Finding]:
-    """One check after the other; ends early if no worker answers."""
+    """Make one check after the other; end early if no worker answers."""
     with TemporaryDirectory(prefix="diloco-doctor-") as folder:
         key = Path(folder) / "doctor.key"
         try:
@@ -124,7 +128,8 @@ async def check_swarm(invitation: Invitation, config: ListenConfig) -> AsyncIter
 
 class _SwarmChecks:
     def __init__(self, transport: P2pdTransport, invitation: Invitation) -> None:
-        self._transport, self._invitation = transport, invitation
+        self._transport = transport
+        self._invitation = invitation
         self._hosts: list[str] = []
         """Peers that have accepted our hello."""
 
@@ -140,7 +145,7 @@ class _SwarmChecks:
             yield finding
 
     async def _addresses(self) -> list[Finding]:
-        """Each address alone, so that one that works does not hide one that does not."""
+        """Try each address alone, so that one that works does not hide one that does not."""
         tried: list[tuple[str, str | None]] = []  # and the remedy, if one is needed
         for address in self._invitation.addresses:
             route, peer = multiaddr.split_peer(address)
@@ -155,8 +160,8 @@ class _SwarmChecks:
                 await self._hello(peer)
                 tried.append((f"{route} answers, connected in {took * 1000:.0f} ms", None))
             except CallRefused as refused:  # a worker is there, and says why
-                told = f"{route} answers, and does not let this machine in: {refused}"
-                tried.append((told, _REMEDIES.get(refused.code, _NO_ANSWER)))
+                message = f"{route} answers, and does not let this machine in: {refused}"
+                tried.append((message, _REMEDIES.get(refused.code, _NO_ANSWER)))
             except Problem as error:
                 tried.append((f"{route} does not: {error}", _NO_ANSWER))
         bad: State = "failed" if all(remedy is not None for _, remedy in tried) else "warning"
@@ -204,9 +209,13 @@ class _SwarmChecks:
                 remedy = (
                     "let the port (--port) in" if own else "forward a port to this machine and choose it with --port"
                 )
-                how = "others reach it through a relay" if relayed.state == "ok" else "and no worker relays for it"
-                state: State = "warning" if relayed.state == "ok" else "failed"
-                return [Finding("reachable", state, f"{kind}: {how}", f"for direct connections {remedy}"), relayed]
+                if relayed.state == "ok":
+                    state: State = "warning"
+                    message = f"{kind}: others reach it through a relay"
+                else:
+                    state = "failed"
+                    message = f"{kind}: and no worker relays for it"
+                return [Finding("reachable", state, message, f"for direct connections {remedy}"), relayed]
         message = "not known: no worker that answers could try to connect to this machine"
         return [Finding("reachable", "warning", message, "use an invitation with the address of a public worker")]
 
@@ -219,7 +228,7 @@ class _SwarmChecks:
         return Finding("relay", "warning", "no worker that answers is one", remedy)
 
     async def _peers(self) -> AsyncIterator[Finding]:
-        """All live members, not only those in the invitation."""
+        """Measure the lines to live members, not only to those in the invitation."""
         try:
             answer = await self._transport.call(self._hosts[0], encode(AskStatus()), timing.DOCTOR_SECONDS)
             members = [member for member in expect(answer, StatusAnswer).status.members if member.live]
@@ -231,32 +240,36 @@ class _SwarmChecks:
             yield await self._measure(member)
 
     async def _measure(self, member: MemberStatus) -> Finding:
-        peer, name = member.peer, f"worker {member.number}"
+        peer = member.peer
+        name = f"worker {member.number}"
         try:
             if peer not in self._hosts:
                 await self._transport.connect(peer, list(member.addresses), timing.DOCTOR_SECONDS)
                 await self._hello(peer)
             latency = await self._latency(peer)
-            up, down = await self._speed(peer, up=True), await self._speed(peer, up=False)
+            up = await self._speed(peer, up=True)
+            down = await self._speed(peer, up=False)
             used = (await self._transport.connections()).get(peer, [])
         except (*Problem, ConfigError) as error:
             return Finding(name, "warning", f"{peer[-8:]} does not answer here: {error}", _NO_ANSWER)
-        how = "through a relay" if used and all(multiaddr.CIRCUIT in address for address in used) else "directly"
-        message = f"{peer[-8:]} {how}: {latency * 1000:.1f} ms, {up:.1f} MB/s up, {down:.1f} MB/s down"
+        relayed = bool(used) and all(multiaddr.CIRCUIT in address for address in used)
+        way = "through a relay" if relayed else "directly"
+        message = f"{peer[-8:]} {way}: {latency * 1000:.1f} ms, {up:.1f} MB/s up, {down:.1f} MB/s down"
         return Finding(name, "ok", message)
 
     async def _latency(self, peer: str) -> float:
-        taken = []
+        seconds = []
         for _ in range(_LATENCIES):
             started = time.monotonic()
             await self._transport.call(peer, encode(AskTime()), timing.DOCTOR_SECONDS)
-            taken.append(time.monotonic() - started)
-        return statistics.median(taken)
+            seconds.append(time.monotonic() - started)
+        return statistics.median(seconds)
 
     async def _speed(self, peer: str, *, up: bool) -> float:
-        """MB/s with calls of 512 KiB: the line may be faster, not slower."""
+        """Measure MB/s with calls of 512 KiB: the line may be faster, not slower."""
         request = encode(Measure(0 if up else _PIECE, bytes(_PIECE if up else 0)))
-        started, done = time.monotonic(), 0
+        started = time.monotonic()
+        done = 0
 
         async def ask() -> None:
             nonlocal done

@@ -15,12 +15,13 @@ from diloco.swarm.network.multiaddr import peer_id_to_bytes, peer_id_to_text
 _PRIVATE = b"\x08\x01\x12\x40"
 """libp2p's protobuf around an Ed25519 private key: its kind (1), then 64 bytes, the seed and the public key."""
 _PUBLIC = b"\x08\x01\x12\x20"
+"""The same around a public key, of 32 bytes."""
 
 
 def load_or_create(path: Path) -> str:
     """The peer id of the key in this file; a new key is made if the file is missing."""
     if not path.exists():
-        _create(path)
+        save_seed(path, Ed25519PrivateKey.generate().private_bytes_raw())
     return peer_id(_read(path)[-32:])
 
 
@@ -37,7 +38,7 @@ def _read(path: Path) -> bytes:
 
 
 def peer_id(public: bytes) -> str:
-    """The id contains the whole key, since it is short: libp2p's "identity hash"."""
+    """The peer id of a public key. It contains the whole key, since that is short: libp2p's "identity hash"."""
     key = _PUBLIC + public
     return peer_id_to_text(b"\0" + bytes([len(key)]) + key)
 
@@ -51,11 +52,8 @@ def public_key_of(peer: str) -> bytes:
     return data[len(start) :]
 
 
-def _create(path: Path) -> None:
-    save_seed(path, Ed25519PrivateKey.generate().private_bytes_raw())
-
-
 def save_seed(path: Path, seed: bytes) -> None:
+    """Write the key with this private half to the file, readable by its owner only."""
     public = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, _PRIVATE + seed + public, durable=True, mode=PRIVATE)

@@ -28,7 +28,7 @@ MAX_PEERS = 512
 class KnownPeer(msgspec.Struct, frozen=True):
     peer: str
     worker: int | None
-    """Its number in the swarm; None: it never had one."""
+    """The peer's number in the swarm; None: it never had one."""
     addresses: tuple[str, ...]
     """Multiaddrs that end in /p2p/PEER, the best first."""
     invitation: str | None = None
@@ -40,7 +40,7 @@ class KnownPeer(msgspec.Struct, frozen=True):
 
 
 class _Contents(msgspec.Struct):
-    """Of peers.json."""
+    """What peers.json holds."""
 
     version: Literal[1]
     peers: list[KnownPeer]
@@ -56,12 +56,15 @@ def read_peers(path: Path) -> list[KnownPeer]:
 
 
 def write_peers(path: Path, peers: Iterable[KnownPeer]) -> None:
-    """Adds these to the peers in the file, or replaces them there."""
+    """Add these to the peers in the file, or replace them there."""
     merged = {peer.peer: peer for peer in read_peers(path)}
     for peer in peers:
         old = merged.get(peer.peer, peer)
-        invitation, local_name = peer.invitation or old.invitation, peer.local_name or old.local_name
-        merged[peer.peer] = replace(peer, invitation=invitation, local_name=local_name)
+        merged[peer.peer] = replace(
+            peer,
+            invitation=peer.invitation or old.invitation,
+            local_name=peer.local_name or old.local_name,
+        )
     newest = sorted(merged.values(), key=lambda peer: -peer.seen)[:MAX_PEERS]
     contents = msgspec.json.encode(_Contents(1, newest))
     write_private(path, msgspec.json.format(contents, indent=1).decode() + "\n")
@@ -71,27 +74,29 @@ class PeersFile:
     """Keeps peers.json up to date from an event loop. A thread writes it: a stalled disk never stops the loop."""
 
     def __init__(self, path: Path, after: Callable[[], object] = lambda: None) -> None:
-        """`after`: called in that thread when the file has been written."""
-        self._path, self._after = path, after
+        """`after` is called in that thread when the file has been written."""
+        self._path = path
+        self._after = after
         self._thread = ThreadPoolExecutor(1, "diloco-peers")
         self._saving: asyncio.Future[None] | None = None
         self._saved: list[KnownPeer] = []
         self._saved_at = -math.inf
 
     def save_if_due(self, peers: Sequence[KnownPeer]) -> None:
-        """To be called every second: writes a change within 2 seconds, new times of `seen` within 20."""
+        """Write a change within 2 seconds and new times of `seen` within 20, if this is called every second."""
         changed = _without_times(peers) != _without_times(self._saved)
         due = self._saved_at + (timing.PEERS_CHANGED_SECONDS if changed else timing.PEERS_UNCHANGED_SECONDS)
         if (self._saving is None or self._saving.done()) and asyncio.get_running_loop().time() >= due:
             self._save(peers)
 
     async def save(self, peers: Sequence[KnownPeer], seconds: float) -> None:
-        """Write it now; waits for the disk no longer than `seconds`."""
+        """Write the file now, and wait for the disk no longer than `seconds`."""
         await asyncio.wait([self._save(peers)], timeout=seconds)
 
     def _save(self, peers: Sequence[KnownPeer]) -> "asyncio.Future[None]":
         loop = asyncio.get_running_loop()
-        self._saved, self._saved_at = list(peers), loop.time()
+        self._saved = list(peers)
+        self._saved_at = loop.time()
         self._saving = loop.run_in_executor(self._thread, self._write, self._saved)
         return self._saving
 

@@ -1,4 +1,4 @@
-"""Limits on what other peers can make this one do and remember. Reads no clock."""
+"""Limits on what other peers can make this one do and remember. Nothing here reads a clock."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -50,7 +50,8 @@ class LruCache(Generic[Value]):
     def get(self, name: str) -> Value | None:
         if name not in self._values:
             return None
-        value = self._values[name] = self._values.pop(name)
+        value = self._values.pop(name)
+        self._values[name] = value
         return value
 
     def put(self, name: str, value: Value) -> None:
@@ -67,7 +68,8 @@ class PeerRateLimit:
     """A token bucket for each peer, of the `max_peers` that came last."""
 
     def __init__(self, burst: float, per_second: float, max_peers: int) -> None:
-        self._burst, self._per_second = burst, per_second
+        self._burst = burst
+        self._per_second = per_second
         self._buckets: LruCache[TokenBucket] = LruCache(max_peers)
 
     def take(self, peer: str, now: float) -> bool:
@@ -88,7 +90,8 @@ class ConcurrencyLimit:
     """How many requests are handled at a time: at most `per_peer` of one peer and `in_all` of all peers."""
 
     def __init__(self, per_peer: int, in_all: int) -> None:
-        self._per_peer, self._in_all = per_peer, in_all
+        self._per_peer = per_peer
+        self._in_all = in_all
         self._running: Counter[str] = Counter()
 
     def acquire(self, peer: str) -> bool:

@@ -31,7 +31,7 @@ class ListenConfig:
     host: str | None = None
     """An address or name of this machine; None: all its addresses, IPv4 and IPv6."""
     port: int | None = None
-    """None: any free port."""
+    """The port to listen at; None: any free one."""
     announce: tuple[str, ...] = ()
     """The addresses that others call, instead of those that this machine finds itself."""
     guest: bool = False
@@ -50,10 +50,10 @@ def listen_addresses(host: str | None, port: int | None) -> list[str]:
     if host is None:
         return [f"/ip4/0.0.0.0/tcp/{number}", f"/ip6/::/tcp/{number}"]
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"host {host!r} is not an address or name of this machine ({error}); leave it out") from error
-    addresses = dict.fromkeys(ipaddress.ip_address(str(info[4][0]).split("%")[0]) for info in found)
+    addresses = dict.fromkeys(ipaddress.ip_address(str(info[4][0]).split("%")[0]) for info in infos)
     return [f"/ip{ip.version}/{ip}/tcp/{number}" for ip in addresses]
 
 
@@ -85,15 +85,16 @@ def _announced_multiaddr(text: str) -> str:
 
 
 def check_name(address: str) -> None:
-    """ConfigError if an address to be announced has a name that the domain name system says does not exist."""
-    found = _CALLABLE.match(address)
-    if found is None or not found["kind"].startswith("dns"):
+    """Raise ConfigError if an address to be announced has a name that the domain name system says does not exist."""
+    callable_address = _CALLABLE.match(address)
+    if callable_address is None or not callable_address["kind"].startswith("dns"):
         return
+    host = callable_address["host"]
     try:
-        socket.getaddrinfo(found["host"], None, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         if error.errno == socket.EAI_NONAME:
-            raise ConfigError(f"announce {found['host']!r}: no machine of that name is known") from error
+            raise ConfigError(f"announce {host!r}: no machine of that name is known") from error
 
 
 def _name_and_port(text: str, port: int | None) -> tuple[str, int | None]:
@@ -122,7 +123,8 @@ def _checked_port(port: int | str, what: str) -> int:
 def choose_port(folder: Path, name: str, host: str | None) -> int | None:
     """The port that this worker had last time, if it is free, else a random free one; None if none was found.
 
-    The same port again, since the other workers remember it: after a pause of the whole swarm they find each other.
+    It is the same port again, since the other workers remember it: after a pause of the whole swarm they find each
+    other.
     `folder` is RUN/swarm, where the port is kept.
     """
     path = folder / f"{name}.port"
@@ -142,9 +144,13 @@ def choose_port(folder: Path, name: str, host: str | None) -> int | None:
 
 
 def check_ports(addresses: list[str]) -> None:
-    """Raises if a port cannot be used. p2pd would silently share a taken port (SO_REUSEPORT), or leave it out."""
+    """Raise RendezvousError or ConfigError if a port cannot be used.
+
+    p2pd would silently share a taken port (SO_REUSEPORT), or leave it out.
+    """
     for address in addresses:
-        ip, port = ip_of(address), int(address.rpartition("/")[2])
+        ip = ip_of(address)
+        port = int(address.rpartition("/")[2])
         assert ip is not None
         try:
             with socket.socket(socket.AF_INET if ip.version == 4 else socket.AF_INET6) as probe:

@@ -37,7 +37,7 @@ def peer_id_to_text(data: bytes) -> str:
 
 
 def varint(number: int) -> bytes:
-    """7 bits a byte, the lowest first; the top bit says that more follow (as in protobuf)."""
+    """Encode a number with 7 bits a byte, the lowest first; the top bit says that more follow (as in protobuf)."""
     data = bytearray()
     while number > 0x7F:
         data.append(number & 0x7F | 0x80)
@@ -59,7 +59,8 @@ def to_bytes(address: str) -> bytes:
     """The binary form of a multiaddr, as p2pd takes it."""
     if not address.startswith("/"):
         raise ConfigError(f"{address!r} is not a multiaddr: one looks like /ip4/203.0.113.7/tcp/4000")
-    names, data = iter(address.strip("/").split("/")), bytearray()
+    names = iter(address.strip("/").split("/"))
+    data = bytearray()
     for name in names:
         if name not in _CODES:
             raise ConfigError(f"address {address!r}: {name!r} is not known here; known are {', '.join(sorted(_CODES))}")
@@ -97,8 +98,12 @@ def to_text(data: bytes) -> str:
         text += f"/{name}"
         if name in _WITHOUT_VALUE:
             continue
-        size, data = (_VALUE_BYTES[name], data) if name in _VALUE_BYTES else take_varint(data)
-        value, data = data[:size], data[size:]
+        if name in _VALUE_BYTES:
+            size = _VALUE_BYTES[name]
+        else:
+            size, data = take_varint(data)
+        value = data[:size]
+        data = data[size:]
         if len(value) != size:
             raise ConfigError("an address is cut off")
         text += _unpack(name, value)
@@ -117,9 +122,9 @@ def _unpack(name: str, value: bytes) -> str:
 
 
 def split_peer(address: str) -> tuple[str, str]:
-    """("/ip4/.../tcp/4000", PEER) of "/ip4/.../tcp/4000/p2p/PEER"."""
-    route, found, peer = address.rpartition("/p2p/")
-    if not found or not peer or "/" in peer:
+    """Split "/ip4/.../tcp/4000/p2p/PEER" into ("/ip4/.../tcp/4000", PEER)."""
+    route, separator, peer = address.rpartition("/p2p/")
+    if not separator or not peer or "/" in peer:
         raise ConfigError(f"address {address!r} does not end in /p2p/PEER: it must name the peer that it leads to")
     return route, peer
 

@@ -17,12 +17,16 @@ LEAST_RATE = 4096.0
 
 
 class Unreachable(Exception):
-    """The peer does not answer. `gone`: it is known to be dead, not only silent; `broken`: the connection broke, and
-    another call tells whether it is."""
+    """The peer does not answer.
+
+    `gone`: it is known to be dead, not only silent. `broken`: the connection broke, and another call tells whether the
+    peer is dead.
+    """
 
     def __init__(self, reason: str, *, gone: bool = False, broken: bool = False) -> None:
         super().__init__(reason)
-        self.gone, self.broken = gone, broken
+        self.gone = gone
+        self.broken = broken
 
 
 class CallRefused(Exception):
@@ -38,16 +42,16 @@ class CallRefused(Exception):
 
     @classmethod
     def read(cls, text: str) -> "CallRefused":
-        """From the text that has arrived."""
-        found = _CODE.match(text)
-        return cls(text) if found is None else cls(text[found.end() :], found[1])
+        """Read the refusal from the text that has arrived."""
+        code = _CODE.match(text)
+        return cls(text) if code is None else cls(text[code.end() :], code[1])
 
 
 _CODE = re.compile(r"([a-z]{1,20}): ")
 
 
 class Stream(ABC):
-    """Bytes to and from one peer, in order. No method waits longer than `seconds` without progress."""
+    """A stream of bytes to and from one peer, in order. No method waits longer than `seconds` without progress."""
 
     peer: str
     bytes_sent: int
@@ -55,21 +59,21 @@ class Stream(ABC):
 
     @abstractmethod
     async def write(self, data: bytes | memoryview, seconds: float) -> None:
-        """Returns when the bytes have been handed over; raises Unreachable after `seconds` without progress."""
+        """Return when the bytes have been handed over; raise Unreachable after `seconds` without progress."""
 
     async def write_both(self, head: bytes, data: bytes | memoryview, seconds: float) -> None:
-        """The same for a few bytes and what follows them, in one piece where that costs less."""
+        """Write a few bytes and what follows them, in one piece where that costs less."""
         await self.write(head, seconds)
         if len(data):
             await self.write(data, seconds)
 
     @abstractmethod
     async def read(self, size: int, seconds: float) -> bytes:
-        """Exactly `size` bytes; raises Unreachable at the end of the stream or after `seconds` without progress."""
+        """Read exactly `size` bytes; raise Unreachable if the stream ends, or after `seconds` without progress."""
 
     @abstractmethod
     async def read_into(self, buffer: memoryview, seconds: float) -> None:
-        """The same, into existing memory."""
+        """Fill existing memory; raise Unreachable as `read` does."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -82,6 +86,8 @@ OnStream = Callable[[Stream], Awaitable[None]]
 
 
 class Transport(ABC):
+    """Calls and streams between this peer and others."""
+
     peer: str
     """This peer's own id."""
 
@@ -95,7 +101,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def connect(self, peer: str, addresses: list[str], seconds: float) -> None:
-        """Connect to a peer at one of these addresses; raises Unreachable."""
+        """Connect to a peer at one of these addresses, or raise Unreachable."""
 
     async def disconnect(self, peer: str) -> None:  # noqa: B027 - a transport without connections has nothing to do
         """Drop the connections with a peer; a later call connects again."""
@@ -107,11 +113,11 @@ class Transport(ABC):
 
     @abstractmethod
     async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
-        """Raises Unreachable or CallRefused."""
+        """Return the peer's answer, or raise Unreachable or CallRefused."""
 
     @abstractmethod
     async def open_stream(self, peer: str, seconds: float) -> Stream:
-        """Raises Unreachable."""
+        """Open a stream to this peer, or raise Unreachable."""
 
     @abstractmethod
     async def close(self) -> None: ...

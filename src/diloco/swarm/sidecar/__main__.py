@@ -21,18 +21,21 @@ from diloco.swarm.trainer import Trainer
 from diloco.swarm.trust.invitation import Invitation
 from diloco.swarm.trust.permissions import Permissions
 
-_SHARE_OF_THREADS = 4  # one in four: the trainer and the network need the other cores
+_SHARE_OF_THREADS = 4
+"""One in so many of the worker's threads is for the node: the trainer and the network need the other cores."""
 
 
 async def build(settings: Settings, trainer: Trainer, next_round: int | None) -> NodeWithNetwork:
-    """`next_round`: the first round that the trainer has not merged, if it was in this swarm before.
+    """Build a node and the network under it.
 
-    A worker that has the state may found the swarm again if no other worker is left.
+    `next_round` is the first round that the trainer has not merged, if it was in this swarm before. A worker that has
+    the state may found the swarm again if no other worker is left.
     """
     torch.set_num_threads(max(1, settings.threads // _SHARE_OF_THREADS))
     invitation = _invitation(settings)
     network = ListenConfig(settings.host, settings.port, settings.announce)
-    seeds = [*invitation.addresses, *(a for known in read_peers(settings.path(PEERS_FILE)) for a in known.addresses)]
+    met = read_peers(settings.path(PEERS_FILE))
+    seeds = [*invitation.addresses, *(address for peer in met for address in peer.addresses)]
     transport = await P2pdTransport.create(
         settings.path(f"{settings.name}.key"), protocol_of(invitation.run_id), network, seeds
     )

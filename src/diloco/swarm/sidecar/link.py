@@ -64,7 +64,8 @@ class _Packet:
 
     @classmethod
     def of(cls, message: Message) -> "_Packet":
-        name, memories = type(message).__name__, list[SharedMemory]()
+        name = type(message).__name__
+        memories: list[SharedMemory] = []
 
         def by_index(value: object) -> tuple[int, int]:
             if not isinstance(value, SharedMemory):
@@ -82,11 +83,11 @@ class _Packet:
         return cls(data, tuple(memories))
 
     def send(self, end: socket.socket) -> None:
-        """Raises BlockingIOError if there is no room."""
+        """Send the packet, or raise BlockingIOError if there is no room."""
         fds = array.array("i", [memory.fd for memory in self.memories])
-        beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else []
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else []
         try:  # not socket.send_fds: Python 3.11's forgets the flags
-            end.sendmsg([self.data], beside, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            end.sendmsg([self.data], ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -94,23 +95,25 @@ class _Packet:
 
 
 def _receive(end: socket.socket, receives: Any) -> Any:
-    """The next message, one of the types in the union `receives`; raises BlockingIOError if there is none."""
+    """Receive a message of one of the types in the union `receives`, or raise BlockingIOError if there is none."""
     flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     fds = array.array("i")
     try:
-        data, beside, got, _ = end.recvmsg(MAX_PACKET_BYTES, socket.CMSG_LEN(_MAX_FDS * fds.itemsize), flags)
+        data, ancillary, received_flags, _ = end.recvmsg(
+            MAX_PACKET_BYTES, socket.CMSG_LEN(_MAX_FDS * fds.itemsize), flags
+        )
     except BlockingIOError:
         raise
     except OSError as error:
         raise LinkClosed(f"the other end is closed ({error})") from error
-    for level, kind, sent in beside:
+    for level, kind, sent in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(sent[: len(sent) - len(sent) % fds.itemsize])
     unused = set(fds)
     try:
         if not data:
             raise LinkClosed("the other end is closed")
-        if got & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if received_flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise LinkError("a packet was cut: too many open files, or another version at the other end")
         return _decode(data, receives, list(fds), unused)
     finally:
@@ -119,16 +122,16 @@ def _receive(end: socket.socket, receives: Any) -> Any:
 
 
 def _decode(data: bytes, receives: Any, fds: list[int], unused: set[int]) -> Any:
-    """Takes the descriptors that the message uses out of `unused`."""
+    """Decode a message, and take the descriptors that it uses out of `unused`."""
 
     def memory(kind: type, value: Any) -> SharedMemory:
         assert kind is SharedMemory
         index, size = msgspec.convert(value, tuple[int, int])
         if not (0 <= index < len(fds) and fds[index] in unused and 0 <= size <= os.fstat(fds[index]).st_size):
             raise ValueError(f"there is no shared memory {index} of {size} bytes")
-        taken = SharedMemory(fds[index], size)
+        shared = SharedMemory(fds[index], size)
         unused.discard(fds[index])
-        return taken
+        return shared
 
     try:
         message = msgspec.msgpack.decode(data, type=receives | _LongMessage, dec_hook=memory)
@@ -143,13 +146,15 @@ class BlockingLink(Generic[Received]):
     """An end for threads: any number may send, one receives."""
 
     def __init__(self, end: socket.socket, receives: Any) -> None:
-        """`receives`: the union of the messages that the other end may send."""
-        self._end, self._receives = end, receives
+        """`receives` is the union of the messages that the other end may send."""
+        self._end = end
+        self._receives = receives
         self._sending = threading.Lock()
 
     def send(self, message: Message, seconds: float) -> None:
-        """Raises LinkFull if the other end leaves no room for so long, LinkClosed if it is closed."""
-        packet, deadline = _Packet.of(message), time.monotonic() + seconds
+        """Send a message; raise LinkFull if the other end leaves no room for so long, LinkClosed if it is closed."""
+        packet = _Packet.of(message)
+        deadline = time.monotonic() + seconds
         with self._sending:
             while True:
                 try:
@@ -159,7 +164,7 @@ class BlockingLink(Generic[Received]):
                         raise LinkFull(f"the other end took no message within {seconds:g} s") from None
 
     def receive(self, seconds: float) -> Received | None:
-        """None if nothing arrives in that time; raises LinkClosed at the end."""
+        """Return the next message, or None if nothing arrives in that time; raise LinkClosed at the end."""
         deadline = time.monotonic() + seconds
         while self._ready(select.POLLIN, deadline - time.monotonic()):
             with contextlib.suppress(BlockingIOError):
@@ -175,7 +180,7 @@ class BlockingLink(Generic[Received]):
         return bool(poll.poll(max(0.0, seconds) * 1000))
 
     def shut(self) -> None:
-        """Both ends see LinkClosed; the descriptor stays valid for a thread that is receiving."""
+        """End the link: both ends see LinkClosed; the descriptor stays valid for a thread that is receiving."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
@@ -187,7 +192,9 @@ class AsyncLink(Generic[Received]):
     """An end in the running asyncio loop: `on_message` is called there for every message."""
 
     def __init__(self, end: socket.socket, receives: Any, on_message: Callable[[Received], None]) -> None:
-        self._end, self._receives, self._on_message = end, receives, on_message
+        self._end = end
+        self._receives = receives
+        self._on_message = on_message
         self._unsent: deque[_Packet] = deque()
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -196,7 +203,7 @@ class AsyncLink(Generic[Received]):
         self._loop.add_reader(end, self._readable)
 
     def send(self, message: Message) -> None:
-        """Never waits: keeps what the other end has no room for yet. Does nothing after the end."""
+        """Send a message without waiting: what the other end has no room for yet is kept. After the end, do nothing."""
         if self.ended.done():
             return
         if len(self._unsent) >= _MAX_UNSENT:

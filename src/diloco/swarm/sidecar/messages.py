@@ -20,7 +20,7 @@ class _Message(Struct, tag=True, tag_field="message", frozen=True):
 
 
 class StartNode(_Message, frozen=True):
-    """The first message, sent once. Answered by Started."""
+    """The first message, sent once; the answer is Started."""
 
     number: int
     settings: Settings
@@ -29,21 +29,21 @@ class StartNode(_Message, frozen=True):
 
 
 class PostRound(_Message, frozen=True):
-    """Answered by RoundEnded."""
+    """A contribution to a round; the answer is RoundEnded."""
 
     number: int
     round: PostedRound
 
 
 class FetchState(_Message, frozen=True):
-    """Answered by StateFetched. A state of more than `most_bytes` cannot be of this run."""
+    """A request for the state; the answer is StateFetched. One of more than `most_bytes` cannot be of this run."""
 
     number: int
     most_bytes: int | None = None
 
 
 class FetchRunFile(_Message, frozen=True):
-    """Answered by RequestDone."""
+    """A request to fetch the file of this name into `path`; the answer is RequestDone."""
 
     number: int
     name: str
@@ -51,18 +51,20 @@ class FetchRunFile(_Message, frozen=True):
 
 
 class Leave(_Message, frozen=True):
-    """Answered by RequestDone when the others have been told; then the sidecar ends."""
+    """A request to leave: the answer is RequestDone when the others have been told; then the sidecar ends."""
 
     number: int
 
 
 class ServeFiles(_Message, frozen=True):
-    """Name -> path."""
+    """The files to serve to other workers: name -> path."""
 
     files: dict[str, str]
 
 
 class ReportProgress(_Message, frozen=True):
+    """How far the trainer is, for the other workers."""
+
     inner_steps: int
     tokens: int
     loss: float
@@ -71,7 +73,7 @@ class ReportProgress(_Message, frozen=True):
 
 
 class SnapshotMade(_Message, frozen=True):
-    """Answers MakeSnapshot; None: there is no state now."""
+    """The answer to MakeSnapshot; `snapshot` is None if there is no state now."""
 
     number: int
     snapshot: Snapshot | None = None
@@ -81,12 +83,14 @@ class SnapshotMade(_Message, frozen=True):
 
 
 class Started(_Message, frozen=True):
+    """The answer to StartNode, with this worker's number in the swarm."""
+
     number: int
     worker: int
 
 
 class Failed(_Message, frozen=True):
-    """A request failed: `kind` is the name of a class in diloco.errors, or "" for any other error."""
+    """The answer to a request that failed: `kind` is the name of a class in diloco.errors, or "" for other errors."""
 
     number: int
     kind: str
@@ -94,40 +98,49 @@ class Failed(_Message, frozen=True):
 
 
 class RequestDone(_Message, frozen=True):
+    """The answer to FetchRunFile and Leave."""
+
     number: int
 
 
 class RoundEnded(_Message, frozen=True):
+    """The answer to PostRound."""
+
     number: int
     outcome: RoundOutcome
 
 
 class StateFetched(_Message, frozen=True):
-    """None: this worker has the state already."""
+    """The answer to FetchState; `state` is None if this worker has the state already."""
 
     number: int
     state: FetchedState | None = None
 
 
 class PostAtOnce(_Message, frozen=True):
-    """The others are in this round and wait no longer for this worker."""
+    """The news that the others are in this round and wait no longer for this worker."""
 
     sequence: int
 
 
 class MakeSnapshot(_Message, frozen=True):
-    """Answered by SnapshotMade; the numbers are the sidecar's own."""
+    """A request for a snapshot; the answer is SnapshotMade. The numbers are the sidecar's own."""
 
     number: int
 
 
 class NodeEvent(_Message, frozen=True):
+    """An event for the run's log."""
+
     type: str
     fields: dict[str, Any]
 
 
 class StatusReport(_Message, frozen=True):
-    """Sent every second and after every change; also a sign that the sidecar is alive. None: the node is starting."""
+    """The run's status, every second and after every change; None: the node is starting.
+
+    It is also a sign that the sidecar is alive.
+    """
 
     status: RunStatus | None
 

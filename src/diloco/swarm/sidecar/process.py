@@ -35,7 +35,9 @@ from diloco.swarm.trainer import FetchedState, PostedRound, RoundOutcome, Snapsh
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
 
 
 class HostedNode(Protocol):
@@ -80,7 +82,7 @@ class Sidecar:
         self._snapshots_asked = 0
 
     async def run(self) -> None:
-        """Until the trainer closes the link; raises EngineError if the network dies."""
+        """Run until the trainer closes the link; raise EngineError if the network dies."""
         try:
             while not self._link.ended.done():
                 ends: list[asyncio.Future[Any]] = [self._link.ended]
@@ -164,9 +166,10 @@ class Sidecar:
         return messages.Started(message.number, running.node.number)
 
     async def _post(self, message: messages.PostRound) -> messages.RoundEnded:
-        round_, same = message.round, self._mappings.same
-        round_ = replace(round_, contribution=same(round_.contribution), mean=same(round_.mean))
-        outcome = await self._node.post(round_)
+        same = self._mappings.same
+        posting = message.round
+        posting = replace(posting, contribution=same(posting.contribution), mean=same(posting.mean))
+        outcome = await self._node.post(posting)
         self._send_status()
         return messages.RoundEnded(message.number, outcome)
 
@@ -213,7 +216,7 @@ class Sidecar:
 
 
 class LogLimit(logging.Filter):
-    """At most so many lines at once, then so many in a second; the next line says how many were left out.
+    """Lets at most so many lines pass at once, then so many a second; the next line says how many were left out.
 
     Other peers cause most lines of this log, and one that never stops must not fill the disk.
     """
@@ -235,7 +238,7 @@ class LogLimit(logging.Filter):
 
 
 def run(fd: int, build: Build) -> None:
-    """The whole life of a sidecar process."""
+    """Live the whole life of a sidecar process."""
     _die_with_the_trainer()
     _keep_freed_memory()
     end = socket.socket(fileno=fd)
@@ -264,8 +267,11 @@ def _die_with_the_trainer() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """A round needs the memory of the last one again. As malloc is by default, most of it goes back to the system and
-    is brought in anew, page by page, which costs as much as reducing the round."""
+    """Have malloc keep freed memory: a round needs the memory of the last one again.
+
+    As malloc is by default, most of it goes back to the system and is brought in anew, page by page, which costs as
+    much as reducing the round.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
     if mallopt is not None:
         for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 1 << 30), (_M_ARENA_MAX, 1)):

@@ -29,7 +29,7 @@ Provider = Callable[[], GlobalState]
 
 @torch.no_grad()
 def write(tensors: Mapping[str, Tensor]) -> SharedMemory:
-    """A safetensors file in memory: each tensor is copied once, from its device into the shared memory."""
+    """Make a safetensors file in memory: each tensor is copied once, from its device into the shared memory."""
     header, ordered = make_header(tensors)
     offset = len(header)
     memory = SharedMemory.create(offset + sum(tensor.nbytes for tensor in ordered.values()))
@@ -43,7 +43,7 @@ def write(tensors: Mapping[str, Tensor]) -> SharedMemory:
 
 
 def read(memory: SharedMemory) -> dict[str, Tensor]:
-    """Tensors on the CPU that are views of this memory, without a copy."""
+    """Read the tensors as views of this memory on the CPU, without a copy."""
     try:
         with safe_open(f"/proc/self/fd/{memory.fd}", framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
@@ -57,7 +57,7 @@ class SnapshotMaker:
     def __init__(self, send: Callable[[SnapshotMade], object]) -> None:
         self._send = send
         self.paused = False
-        """Answer that there is no state, though there is one."""
+        """Requests are answered as if there was no state."""
         self._provider: Provider | None = None
         self._version = 0
         self._latest: Snapshot | None = None
@@ -86,7 +86,8 @@ class SnapshotMaker:
     def close(self) -> None:
         self._requests.put(None)
         with self._lock:
-            self._provider = self._latest = None
+            self._provider = None
+            self._latest = None
         if self._thread is not None:
             self._thread.join(timing.WRITER_SECONDS)  # a large copy that is not done by then is left to end by itself
 
@@ -104,7 +105,9 @@ class SnapshotMaker:
 
     def _snapshot(self) -> Snapshot | None:
         with self._lock:
-            provider, version, latest = self._provider, self._version, self._latest
+            provider = self._provider
+            version = self._version
+            latest = self._latest
         if provider is None or self.paused:
             return None
         if latest is not None:

@@ -46,33 +46,34 @@ class SidecarProcess:
     """A running sidecar, killed with all its children and waited for; and the trainer's end of its link."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        """Its output is appended to `log`."""
+        """Start the process; its output is appended to `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        mine, theirs = pair()
+        own_end, sidecar_end = pair()
         try:
             with log.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno())],
+                    [*command, str(sidecar_end.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[sidecar_end.fileno()],
                     start_new_session=True,  # Ctrl-C in the terminal is for the trainer
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
                 )
         except OSError:
-            mine.close()
+            own_end.close()
             raise
         finally:
-            theirs.close()
-        self.link = BlockingLink[FromSidecar](mine, FromSidecar)
+            sidecar_end.close()
+        self.link = BlockingLink[FromSidecar](own_end, FromSidecar)
         self.pid = self._process.pid
         self._lock = threading.Lock()
         self._reaped = False
 
     def exits_within(self, seconds: float) -> bool:
-        """Waits for its exit without reaping it; after reaping, its id could belong to another process."""
-        fd, poll = os.pidfd_open(self.pid), select.poll()  # select.select takes no descriptor above 1023
+        """Wait for its exit without reaping it; after reaping, its id could belong to another process."""
+        fd = os.pidfd_open(self.pid)
+        poll = select.poll()  # select.select takes no descriptor above 1023
         try:
             poll.register(fd, select.POLLIN)
             return bool(poll.poll(1000 * seconds))
@@ -80,19 +81,19 @@ class SidecarProcess:
             os.close(fd)
 
     def how_it_ended(self) -> str:
-        """For a process that has exited and is not reaped yet."""
+        """Say how a process ended that has exited and is not reaped yet."""
         end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if end is None:
             return "for an unknown reason"
         return f"exit code {end.si_status}" if end.si_code == os.CLD_EXITED else f"signal {end.si_status}"
 
     def kill(self) -> None:
-        """With all processes that it has started. Any thread may call it."""
+        """Kill it with all processes that it has started. Any thread may call this."""
         with self._lock:
             self._kill_group()
 
     def end(self) -> None:
-        """Kill what is left of it, and reap it."""
+        """Kill what is left of the process, and reap it."""
         with self._lock:
             self._kill_group()
             self._process.wait()
@@ -112,6 +113,8 @@ class _PendingRequest:
 
 
 class SidecarSupervisor:
+    """Keeps one sidecar running, and passes requests to it; used by the trainer's threads."""
+
     def __init__(
         self,
         settings: Settings,
@@ -126,8 +129,12 @@ class SidecarSupervisor:
         `on_event` gets (type, fields) when a sidecar is lost, and when its replacement has started. `next_round` gives
         what a replacement is told: the first round that the trainer has not merged, if it is known.
         """
-        self._settings, self._log, self._command = settings, log, command
-        self._on_message, self._on_event, self._next_round = on_message, on_event, next_round
+        self._settings = settings
+        self._log = log
+        self._command = command
+        self._on_message = on_message
+        self._on_event = on_event
+        self._next_round = next_round
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._requests: dict[int, _PendingRequest] = {}
@@ -145,7 +152,7 @@ class SidecarSupervisor:
         self._thread = threading.Thread(target=self._run, name="diloco-sidecar", daemon=True)
 
     def start(self, seconds: float) -> int:
-        """This worker's number; raises the node's error, or EngineError."""
+        """Start a sidecar and return this worker's number; raise the node's error, or EngineError."""
         self._thread.start()
         try:
             return self._first_start.result(seconds)
@@ -161,11 +168,11 @@ class SidecarSupervisor:
     # Requests and messages
 
     def new_number(self) -> int:
-        """For a request."""
+        """The number of a new request."""
         return next(self._numbers)
 
     def request(self, message: Request) -> "Future[Any]":
-        """The answer to come; its exception is SidecarLost, or the error that the sidecar answered with."""
+        """Return the answer to come; its exception is SidecarLost, or the error that the sidecar answered with."""
         request = _PendingRequest(message)
         with self._lock:
             if self.failure is not None:
@@ -178,12 +185,12 @@ class SidecarSupervisor:
         return request.answer
 
     def forget(self, number: int) -> None:
-        """No caller waits for this answer any more."""
+        """Drop a request: no caller waits for its answer any more."""
         with self._lock:
             self._requests.pop(number, None)
 
     def send(self, message: FromTrainer, seconds: float = timing.SEND_SECONDS) -> bool:
-        """A message without an answer. False: there is no sidecar now, or it did not take the message in time."""
+        """Send a message that has no answer; False if there is no sidecar now, or if it did not take it in time."""
         link = self._link
         if link is None:
             return False
@@ -236,8 +243,9 @@ class SidecarSupervisor:
         self._fail_all(self.failure or EngineError(_CLOSED))
 
     def _run_one(self) -> None:
-        """The life of one sidecar; raises when it is lost, returns when the supervisor is closed."""
-        process = self.process = SidecarProcess(self._command, self._log)
+        """Live with one sidecar; raise when it is lost, return when the supervisor is closed."""
+        process = SidecarProcess(self._command, self._log)
+        self.process = process
         try:
             self._listen(process.link)
         except LinkClosed as error:
@@ -258,14 +266,16 @@ class SidecarSupervisor:
             self.new_number(), self._settings, self._next_round() if self._first_start.done() else None
         )
         link.send(start, timing.SEND_SECONDS)
-        silent, started = 0, False
+        silent = 0
+        started = False
         while silent < (timing.SIDECAR_SILENT_TURNS if started else timing.SIDECAR_FIRST_TURNS):
             if self._ending.is_set():
                 return
             message = link.receive(1.0)
             silent += 1
             if message is not None:
-                silent, started = 0, True
+                silent = 0
+                started = True
                 self._dispatch(message, start.number, link)
         raise LinkFull(f"it was silent for {silent} s, and was killed")
 
@@ -294,7 +304,7 @@ class SidecarSupervisor:
             self._on_event("sidecar_restarted", {"restarts": len(self._lost_at)})
 
     def _send_request(self, request: _PendingRequest, link: BlockingLink[FromSidecar]) -> None:
-        """Called with the lock held. A sidecar that takes no message is frozen."""
+        """Send a request; the caller holds the lock. A sidecar that takes no message is frozen."""
         if request.sent:
             return
         request.sent = True
@@ -312,7 +322,7 @@ class SidecarSupervisor:
             _settle(request.answer, value, error)
 
     def _check_hopeless(self, error: Exception) -> None:
-        """A failed first start, an error of configuration and an exclusion are final.
+        """Give up after a failed first start, an error of configuration or an exclusion.
 
         Another sidecar would fail likewise, or come back as the later one of two processes of its identity.
         """
@@ -347,7 +357,8 @@ class SidecarSupervisor:
 
     def _fail_all(self, error: Exception) -> None:
         with self._lock:
-            requests, self._requests = self._requests, {}
+            requests = self._requests
+            self._requests = {}
             self._closing.set()
         if not self._first_start.done():
             self._first_start.set_exception(error)
@@ -371,7 +382,7 @@ def _settle(answer: "Future[Any]", value: object, error: Exception | None) -> No
 
 
 def _error(message: messages.Failed) -> DiLoCoError:
-    """An error that is not of diloco.errors may pass: RoundFailed."""
+    """The error that a sidecar answered with; one that is not of diloco.errors may pass: RoundFailed."""
     kind = getattr(diloco.errors, message.kind, RoundFailed) if message.kind else RoundFailed
     assert issubclass(kind, DiLoCoError)
     return kind(message.text)

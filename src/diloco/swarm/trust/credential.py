@@ -23,7 +23,7 @@ RefusalKind = Literal["unknown", "forged", "expired", "revoked", "banned", "busy
 
 
 class PeerRefused(Exception):
-    """A peer is refused. The peer gets to read the message: the kind and one sentence."""
+    """A peer is refused, and gets to read the message: the kind and one sentence."""
 
     def __init__(self, kind: RefusalKind, sentence: str) -> None:
         super().__init__(f"{kind}: {sentence}")
@@ -39,7 +39,7 @@ class InvitationCertificate(msgspec.Struct, frozen=True, array_like=True, forbid
 
     @property
     def id(self) -> str:
-        """Names the invitation."""
+        """The name of the invitation."""
         return key_id(self.public)
 
     def is_signed_by(self, run_public: bytes) -> bool:
@@ -55,7 +55,7 @@ class Credential(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     @classmethod
     def read(cls, data: bytes) -> "Credential":
-        """Raises PeerRefused if this is no credential. `verify` checks the signatures."""
+        """Read a credential, or raise PeerRefused if this is none. `verify` checks the signatures."""
         if len(data) > MAX_CREDENTIAL_BYTES:
             raise PeerRefused("forged", f"{len(data)} bytes are no credential: one has at most {MAX_CREDENTIAL_BYTES}")
         try:
@@ -67,7 +67,7 @@ class Credential(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return msgspec.msgpack.encode(self)
 
     def verify(self, run_public: bytes, peer: str, now: float | None) -> None:
-        """Raises PeerRefused. `now` None: an expired one is good too."""
+        """Raise PeerRefused unless the run has invited this peer. `now` None: an expired credential is good too."""
         if not self.certificate.is_signed_by(run_public):
             raise PeerRefused("forged", f"the invitation of {peer} is not of the run {key_id(run_public)}")
         claimed = claimed_bytes(run_public, peer, self.role)

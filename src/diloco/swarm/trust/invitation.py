@@ -56,40 +56,40 @@ MAX_LETTERS = 58**_LENGTH_LETTERS - 1
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The addresses are not signed: every member may print its own invitation with newer ones."""
+    """One worker's invitation. Its addresses are not signed: every member may print its own with newer ones."""
 
     run_public: Key
     seed: Key
-    """Of the invitation's private key: secret."""
+    """The seed of the invitation's private key: secret."""
     expires: Expires
     signature: Signature
     packed_addresses: Annotated[tuple[_PackedAddress, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
-    """Binary multiaddrs."""
+    """The addresses as binary multiaddrs."""
 
     @classmethod
     def parse(cls, text: str, now: float | None) -> "Invitation":
-        """Spaces, line ends, quotes and the like are ignored. `now` None: an expired invitation is accepted."""
+        """Read a word; spaces, line ends, quotes and the like are ignored. `now` None: an expired one is accepted."""
         try:
             data = decode_text(_without_mark(text))
         except DamagedText as error:
             raise ConfigError(f"the invitation {error}; copy it again, from {MARK} to its last letter") from error
         try:
-            found = msgspec.msgpack.decode(data, type=cls)
-            _check_addresses(found.addresses)
+            invitation = msgspec.msgpack.decode(data, type=cls)
+            _check_addresses(invitation.addresses)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             raise ConfigError(f"the invitation is damaged ({error}); copy it again, or ask for another") from error
-        if not found.certificate.is_signed_by(found.run_public):
+        if not invitation.certificate.is_signed_by(invitation.run_public):
             raise ConfigError("the invitation is forged: the run's key has not signed it; ask for another")
-        if now is not None and now >= found.expires:
+        if now is not None and now >= invitation.expires:
             raise ConfigError(
-                f"the invitation expired at {found.until} (this machine's clock says {format_time(now)}): ask for a "
-                f"new one (`{command('invite', 'RUN')}`, on the machine where the run began), or set the clock if it "
-                "is wrong"
+                f"the invitation expired at {invitation.until} (this machine's clock says {format_time(now)}): ask for "
+                f"a new one (`{command('invite', 'RUN')}`, on the machine where the run began), or set the clock if "
+                "it is wrong"
             )
-        return found
+        return invitation
 
     def __repr__(self) -> str:
-        """Without the secret."""
+        """Show everything but the secret."""
         return f"Invitation(run={self.run_id}, id={self.id}, until={self.until}, addresses={self.addresses})"
 
     @property
@@ -131,7 +131,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 def invite(run_key: RunKey, addresses: Iterable[str], valid_seconds: float, now: float) -> Invitation:
-    """A new invitation, with a key pair of its own."""
+    """Make a new invitation, with a key pair of its own."""
     if not 1 <= valid_seconds <= MAX_EXPIRES - now:
         raise ConfigError(f"an invitation must be valid for 1 s or more and end before 2106, not {valid_seconds} s")
     seed = new_seed()
@@ -186,12 +186,12 @@ def read_invitations(given: Sequence[str], now: float | None) -> list[Invitation
             f"no invitation is given: paste it after `{command('join', '-')}`, name a file that has it with @FILE, or "
             f"set {VARIABLE}"
         )
-    found = [Invitation.parse(word, now) for text in texts for word in split_invitations(text)]
-    if len({one.run_id for one in found}) > 1:
+    invitations = [Invitation.parse(word, now) for text in texts for word in split_invitations(text)]
+    if len({invitation.run_id for invitation in invitations}) > 1:
         raise ConfigError("the invitations are to different runs: give those of one run")
-    if len({one.id for one in found}) < len(found):
+    if len({invitation.id for invitation in invitations}) < len(invitations):
         raise ConfigError("one invitation is there twice: each is for one worker")
-    return found
+    return invitations
 
 
 def is_word(source: str) -> bool:
@@ -261,7 +261,7 @@ def _pack_addresses(addresses: Iterable[str]) -> tuple[bytes, ...]:
 
 
 def _check_addresses(addresses: Iterable[str]) -> None:
-    """ConfigError for one that does not name its peer, is no multiaddr, is too long or is not printable."""
+    """Raise ConfigError for an address that does not name its peer, is no multiaddr, too long or not printable."""
     for address in addresses:
         multiaddr.split_peer(address)
         size = len(multiaddr.to_bytes(address))

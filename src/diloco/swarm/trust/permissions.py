@@ -31,16 +31,18 @@ MAX_PEERS = 4096
 MAX_SEATS_TOLD = 64
 """Seats of workers that are away or banned, of which a newcomer is told."""
 MAX_REVOCATIONS = 1024
-HELLOS_AT_ONCE, HELLOS_PER_SECOND = 5.0, 0.2
-"""Of one peer."""
-STRANGERS_AT_ONCE, STRANGERS_PER_SECOND = 64.0, 16.0
-"""Hellos of all unknown peers together. One costs two signatures to check, well under a millisecond."""
+HELLOS_AT_ONCE = 5.0
+HELLOS_PER_SECOND = 0.2
+"""How many hellos one peer may say."""
+STRANGERS_AT_ONCE = 64.0
+STRANGERS_PER_SECOND = 16.0
+"""How many hellos all unknown peers may say together. One costs two signatures to check, well under a millisecond."""
 POINTS_PER_OFFENCE = 10
 """An accepted contribution takes back one point."""
 
 
 class Permissions:
-    """Of one node in one run."""
+    """Invitations, seats, revocations and bans as one node of one run knows them: they say which peers it answers."""
 
     def __init__(
         self,
@@ -52,13 +54,16 @@ class Permissions:
     ) -> None:
         """`peer` and `credential` are this node's own."""
         credential.verify(run_public, peer, None)
-        self.run_public, self.run_id, self.peer = run_public, key_id(run_public), peer
+        self.run_public = run_public
+        self.run_id = key_id(run_public)
+        self.peer = peer
         self.credential = credential.data()
-        """This node's own, for its hellos."""
+        """This node's own credential, for its hellos."""
         self.refusals: Counter[RefusalKind] = Counter()
         """How often a peer was refused, by kind."""
         self._own = credential
-        self._refusals_to_ban, self._clock = refusals_to_ban, clock
+        self._refusals_to_ban = refusals_to_ban
+        self._clock = clock
         self._known: LruCache[Credential] = LruCache(MAX_PEERS)
         self._passed_on: LruCache[bytes] = LruCache(MAX_PEERS)
         """Credentials of peers that have not said hello here; good for their signatures only."""
@@ -81,7 +86,7 @@ class Permissions:
     # Hellos
 
     def admit(self, peer: str, credential: bytes, *, worker: bool = True, named: bool = False) -> None:
-        """A peer says hello, or a member names it: it may talk to this node from now on, or PeerRefused is raised.
+        """Let a peer that says hello, or that a member names, talk to this node from now on; or raise PeerRefused.
 
         A worker takes the seat of its invitation. What members name is limited elsewhere (members.py) and is no hello.
         """
@@ -123,9 +128,9 @@ class Permissions:
         return credential
 
     def _check_known_before(self, peer: str, credential: Credential) -> None:
-        """The invitation has expired: its worker must have come before, as this node or most members know.
+        """Raise PeerRefused unless the worker of this expired invitation has come before.
 
-        A worker's machine may still send guests (`diloco status`).
+        This node or most members must know it. A worker's machine may still send guests (`diloco status`).
         """
         holder = self._seats.get(credential.certificate.id)
         if peer in self._vouched or (holder is not None if credential.role == "guest" else holder == peer):
@@ -140,7 +145,7 @@ class Permissions:
             raise PeerRefused("forged", f"the credential that {peer} shows is a guest's, and it would be a worker")
 
     def check_seat(self, guest: str) -> None:
-        """A guest is about to join with its invitation: raises PeerRefused if another worker has the seat."""
+        """Raise PeerRefused if another worker has the seat of this guest, which is about to join."""
         invitation = self.invitation_of(guest)
         holder = None if invitation is None else self._seats.get(invitation)
         if holder is not None:
@@ -170,7 +175,7 @@ class Permissions:
             raise PeerRefused("busy", "too many hellos; try again in some seconds")
 
     def vouch_for(self, peers: Iterable[str]) -> None:
-        """These peers are named by this machine's own files: its invitation's addresses, workers that it has met.
+        """Remember peers that this machine's own files name: its invitation's addresses, workers that it has met.
 
         An expired invitation is accepted from them; every other rule holds for them as for any peer.
         """
@@ -181,22 +186,24 @@ class Permissions:
     # Seats
 
     def reserve_seats(self, peers: Iterable[KnownPeer]) -> None:
-        """Of peers.json: the seats of these workers are taken."""
-        for known in peers:
-            if known.invitation is not None and known.worker is not None:
-                self._seats.put(known.invitation, known.peer)
+        """Count the seats of these workers, which peers.json names, as taken."""
+        for worker in peers:
+            if worker.invitation is not None and worker.worker is not None:
+                self._seats.put(worker.invitation, worker.peer)
 
     def seats_taken(self, without: Collection[str]) -> list[tuple[str, bytes]]:
-        """For a newcomer: workers that are away or banned, and the credentials that prove their seats."""
+        """The workers that are away or banned, and the credentials that prove their seats, to tell a newcomer."""
         held = [peer for peer in reversed([*self._bans, *self._known]) if peer not in without and peer != self.peer]
-        found = [(peer, self.credential_of(peer)) for peer in dict.fromkeys(held)]
-        workers = [(peer, data) for peer, data in found if data is not None and Credential.read(data).role == "worker"]
+        credentials = [(peer, self.credential_of(peer)) for peer in dict.fromkeys(held)]
+        workers = [
+            (peer, data) for peer, data in credentials if data is not None and Credential.read(data).role == "worker"
+        ]
         return workers[:MAX_SEATS_TOLD]
 
     def take_seat_for(self, peer: str, data: bytes) -> None:
-        """Another member has shown the credential of a worker that is not here: no other key gets its seat.
+        """Reserve the seat of a worker that is not here, and whose credential another member has shown.
 
-        A credential that is not valid changes nothing, nor does one for a seat that is taken.
+        No other key gets it. A credential that is not valid changes nothing, nor does one for a seat that is taken.
         """
         try:
             credential = Credential.read(data)
@@ -211,7 +218,7 @@ class Permissions:
     # Calls and streams
 
     def check(self, peer: str) -> None:
-        """Raises PeerRefused unless the peer has shown its credential and is neither revoked nor banned."""
+        """Raise PeerRefused unless the peer has shown its credential and is neither revoked nor banned."""
         credential = self._credential(peer)
         try:
             if credential is None:
@@ -222,7 +229,7 @@ class Permissions:
             raise
 
     def remember(self, peer: str, data: bytes) -> None:
-        """A credential that another member passes on: what `peer` has signed counts from now on, if it is valid."""
+        """Keep a valid credential that another member passes on: what `peer` has signed counts from now on."""
         if self.credential_of(peer) is None:
             try:
                 credential = self._verified(peer, data)
@@ -232,9 +239,9 @@ class Permissions:
                 self._passed_on.put(peer, data)
 
     def credential_of(self, peer: str) -> bytes | None:
-        """What a peer has shown, or another has passed on; None: it is not known to be invited."""
-        known = self._credential(peer)
-        return self._passed_on.get(peer) if known is None else known.data()
+        """The credential that a peer has shown, or another has passed on; None: it is not known to be invited."""
+        credential = self._credential(peer)
+        return self._passed_on.get(peer) if credential is None else credential.data()
 
     def has_seat(self, peer: str) -> bool:
         """Whether the peer is a worker whose invitation is known here, and whose seat is its own.
@@ -276,7 +283,10 @@ class Permissions:
     # Revocations
 
     def add_revocation(self, data: bytes) -> bool:
-        """True if the record is new here (pass it on, save it). Raises PeerRefused if the run has not signed it."""
+        """Add a record, or raise PeerRefused if the run has not signed it.
+
+        True if it is new here: pass it on, save it.
+        """
         if data in self._revocations:
             return False
         record = Revocation.read(data, self.run_public)
@@ -308,25 +318,26 @@ class Permissions:
         stamp = (status.st_mtime_ns, status.st_size)
         if stamp == self._file_stamp:
             return False
-        self._file_stamp, found_new = stamp, False
+        self._file_stamp = stamp
+        any_new = False
         for line in path.read_bytes().splitlines():
             try:
-                found_new = (bool(line) and self.add_revocation(line)) or found_new
+                any_new = (bool(line) and self.add_revocation(line)) or any_new
             except PeerRefused:
                 continue
-        return found_new
+        return any_new
 
     def save_revocations(self, path: Path) -> None:
         """Append the records that the file lacks. If several processes do so at once, a record is there twice."""
-        there = set(path.read_bytes().splitlines()) if path.exists() else set()
+        saved = set(path.read_bytes().splitlines()) if path.exists() else set()
         for data in self.revocations():
-            if data not in there:
+            if data not in saved:
                 append_line(path, data.decode())
 
     # Offences and bans
 
     def record_offence(self, peer: str, reason: str) -> bool:
-        """The peer has done something that an honest peer does not do. True if it is now banned.
+        """Count something that an honest peer does not do; True if the peer is now banned.
 
         Offences: a contribution that is not finite, out of norm, of another shape, model or codec, or not what its
         header claims; a message that cannot be read or breaks a limit. No offences, since honest peers do this too: an
@@ -341,13 +352,16 @@ class Permissions:
         return peer in self._bans
 
     def record_accepted(self, peer: str) -> None:
-        """A contribution of this peer was good."""
+        """Count a good contribution of this peer."""
         points = self._offence_points.get(peer)
         if points is not None:
             self._offence_points.put(peer, max(0, points - 1))
 
     def ban(self, peer: str, reason: str) -> None:
-        """For the rest of the run, and its invitation's seat is used up. A node that starts again restores its bans."""
+        """Ban the peer for the rest of the run; its invitation's seat is used up.
+
+        A node that starts again restores its bans.
+        """
         data = self.credential_of(peer)
         if data is not None:
             self._seats.put(Credential.read(data).certificate.id, peer)
@@ -355,5 +369,5 @@ class Permissions:
         self._offence_points.drop(peer)
 
     def bans(self) -> dict[str, str]:
-        """The reason, by peer."""
+        """The banned peers, each with the reason."""
         return {peer: self._bans.get(peer) or "" for peer in list(self._bans)}

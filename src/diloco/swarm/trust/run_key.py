@@ -22,7 +22,7 @@ _HEX_DIGITS = set(string.hexdigits.lower().encode())
 
 
 class RevocationClaims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`peers` are excluded; so is every peer that comes with `invitation` (its id)."""
+    """What a revocation says: `peers` are excluded; so is every peer that comes with `invitation` (its id)."""
 
     peers: frozenset[str]
     invitation: str | None
@@ -35,12 +35,14 @@ class RevocationClaims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Revocation(RevocationClaims, frozen=True):
+    """A record that the run's key has signed."""
+
     data: bytes
     """The signed record, as it is stored and passed on."""
 
     @classmethod
     def create(cls, seed: bytes, run_public: bytes, claims: RevocationClaims) -> "Revocation":
-        """Signed with the run's private key."""
+        """Sign the claims with the run's private key."""
         body = msgspec.json.encode(claims, order="deterministic")
         data = sign(seed, "revocation", body).hex().encode() + b" " + body
         if len(data) > MAX_REVOCATION_BYTES:
@@ -49,7 +51,7 @@ class Revocation(RevocationClaims, frozen=True):
 
     @classmethod
     def read(cls, data: bytes, run_public: bytes) -> "Revocation":
-        """Raises PeerRefused. The JSON is parsed only after the run's signature has been checked."""
+        """Read a record, or raise PeerRefused. Its JSON is parsed only after the signature has been checked."""
         signature, _, body = data.partition(b" ")
         if len(data) > MAX_REVOCATION_BYTES or len(signature) != 128 or not _HEX_DIGITS.issuperset(signature):
             raise PeerRefused("forged", f"{len(data)} bytes are not a revocation")
@@ -64,6 +66,8 @@ class Revocation(RevocationClaims, frozen=True):
 
 @dataclass(frozen=True)
 class RunKey:
+    """The run's private key, which invites and revokes."""
+
     seed: bytes = field(repr=False)
 
     @classmethod
@@ -81,7 +85,7 @@ class RunKey:
         return cls(seed)
 
     def save(self, path: Path) -> None:
-        """Refuses to overwrite another key: without its key a run can neither invite nor revoke."""
+        """Write the key, but never over another one: without its key a run can neither invite nor revoke."""
         try:
             write_private(path, self.seed.hex() + "\n", new=True)
         except FileExistsError as error:

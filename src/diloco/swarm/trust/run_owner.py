@@ -1,6 +1,6 @@
 """What the owner of a run folder can do: invite machines, and revoke a peer. Torch-free.
 
-Reads and writes RUN/swarm only. A worker that runs there finds the revocation in the file and passes it on.
+Only RUN/swarm is read and written. A worker that runs there finds the revocation in the file and passes it on.
 """
 
 import math
@@ -42,7 +42,7 @@ _MAX_NAMES = 5
 @dataclass(frozen=True)
 class RevokeResult:
     peer: str | None
-    """None: no peer is known to have come with the invitation that was revoked."""
+    """The peer's id; None: none is known to have come with the invitation that was revoked."""
     record: Revocation
     is_new: bool
     """False: the peer had been revoked before."""
@@ -64,7 +64,7 @@ def may_invite(folder: Path) -> bool:
 
 
 def new_invitations(folder: Path, days: float, now: float, seats: int = 1) -> list[Invitation]:
-    """Signed with the run's key, one for each of `seats` workers."""
+    """Make invitations signed with the run's key, one for each of `seats` workers."""
     check_days(days)
     if not 1 <= seats <= MAX_SEATS:
         raise ConfigError(f"--seats {seats} must be from 1 to {MAX_SEATS}: each seat is an invitation of its own")
@@ -79,7 +79,7 @@ def check_days(days: float) -> None:
 
 
 def renewed(folder: Path, invitation: Invitation) -> Invitation:
-    """The same invitation, with the addresses that this machine knows now: those that it had may be gone."""
+    """Return the invitation with the addresses that this machine knows now: those that it had may be gone."""
     own = _own(folder)
     if invitation.run_id != own.run_id:
         raise ConfigError(f"the invitation is to the run {invitation.run_id}, and {folder.parent} is of {own.run_id}")
@@ -97,8 +97,10 @@ def own_invitation(folder: Path, now: float | None) -> Invitation:
 
 
 def refresh_invitation(folder: Path, name: str = "worker-0") -> bool:
-    """Write the addresses that are known now into a worker's invitation, before older ones: the machine that they were
-    of may be gone. Returns whether anything has changed."""
+    """Write the addresses that are known now into a worker's invitation; return whether anything has changed.
+
+    They stand before older ones, whose machine may be gone.
+    """
     path = folder / invitation_file(name)
     own = Invitation.parse(path.read_text(), None)
     fresh = own.with_addresses(list(dict.fromkeys([*_addresses(folder), *own.addresses]))[:_MAX_ADDRESSES])
@@ -142,8 +144,11 @@ def _own(folder: Path) -> Invitation:
 
 
 def revoke(folder: Path, which: str, now: float) -> RevokeResult:
-    """Exclude a peer and its invitation. `which`: its worker number, its id, a unique beginning or end of the id, or an
-    invitation that was given away, whether a worker has come with it or not."""
+    """Exclude a peer and its invitation.
+
+    `which` is its worker number, its id, a unique beginning or end of the id, or an invitation that was given away,
+    whether a worker has come with it or not.
+    """
     key = _run_key(folder, "can revoke")
     peers = read_peers(folder / PEERS_FILE)
     if which.lower().startswith(MARK):
@@ -152,7 +157,8 @@ def revoke(folder: Path, which: str, now: float) -> RevokeResult:
             raise ConfigError(
                 f"the invitation is to the run {invitation.run_id}, and {folder.parent} is of {key.run_id}"
             )
-        peer = next((one for one in peers if one.invitation == invitation.id), KnownPeer("", None, (), invitation.id))
+        unknown = KnownPeer("", None, (), invitation.id)
+        peer = next((known for known in peers if known.invitation == invitation.id), unknown)
     else:
         peer = _find(peers, which)
     own = _own_peers(folder)
@@ -161,9 +167,9 @@ def revoke(folder: Path, which: str, now: float) -> RevokeResult:
         raise ConfigError(f"{peer.peer} is this machine's own {name}: stop it instead")
     excluded = [peer.peer] if peer.peer else []
     before = [
-        one
-        for one in revocations(folder, key.public)
-        if one.peers.issuperset(excluded) and peer.invitation in (None, one.invitation)
+        record
+        for record in revocations(folder, key.public)
+        if record.peers.issuperset(excluded) and peer.invitation in (None, record.invitation)
     ]
     if before:
         return RevokeResult(peer.peer or None, before[-1], False)
@@ -174,13 +180,14 @@ def revoke(folder: Path, which: str, now: float) -> RevokeResult:
 
 def revocations(folder: Path, run_public: bytes) -> list[Revocation]:
     """The records in the file that the run's key has signed."""
-    path, found = folder / REVOCATIONS_FILE, []
+    path = folder / REVOCATIONS_FILE
+    records = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            found.append(Revocation.read(line, run_public))
+            records.append(Revocation.read(line, run_public))
         except PeerRefused:  # half a line, say
             continue
-    return found
+    return records
 
 
 def _run_key(folder: Path, action: str) -> RunKey:
@@ -190,23 +197,23 @@ def _run_key(folder: Path, action: str) -> RunKey:
 
 
 def _own_peers(folder: Path) -> dict[str, str]:
-    """This machine's own workers: peer id -> name. Read from their keys: peers.json is a cache and may lack them."""
+    """The names of this machine's own workers by peer id, from their keys: peers.json is a cache and may lack them."""
     keys = [path for path in folder.glob("*.key") if path.name != RUN_KEY_FILE]
     return {identity.load_or_create(path): path.stem for path in keys}
 
 
 def _find(peers: list[KnownPeer], which: str) -> KnownPeer:
     if which.isdecimal() and len(which) < 9:
-        found = [peer for peer in peers if peer.worker == int(which)]
+        matches = [peer for peer in peers if peer.worker == int(which)]
     else:
-        found = [peer for peer in peers if which and (peer.peer.startswith(which) or peer.peer.endswith(which))]
-        if not found and len(which) == _PEER_ID_LENGTH and which.isalnum():
+        matches = [peer for peer in peers if which and (peer.peer.startswith(which) or peer.peer.endswith(which))]
+        if not matches and len(which) == _PEER_ID_LENGTH and which.isalnum():
             return KnownPeer(which, None, ())
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(_name(peer) for peer in (found or peers)[:_MAX_NAMES]) or "none"
-    if found:
-        raise ConfigError(f"{which!r} fits {len(found)} peers: {names}; write more of the id")
+    if len(matches) == 1:
+        return matches[0]
+    names = ", ".join(_name(peer) for peer in (matches or peers)[:_MAX_NAMES]) or "none"
+    if matches:
+        raise ConfigError(f"{which!r} fits {len(matches)} peers: {names}; write more of the id")
     raise ConfigError(
         f"{which!r} is no peer that this machine has met; the last seen: {names}; or give a whole peer id"
     )
@@ -220,41 +227,41 @@ def _name(peer: KnownPeer) -> str:
 
 
 def _addresses(folder: Path) -> list[str]:
-    """The addresses for an invitation: of peers met lately, else those of this machine's own invitation."""
+    """The addresses for an invitation: those of peers met lately, else those of this machine's own invitation."""
     own = _own(folder)
     revoked = {peer for record in revocations(folder, own.run_public) for peer in record.peers}
-    found = choose_addresses(peer for peer in read_peers(folder / PEERS_FILE) if peer.peer not in revoked)
-    found = found or list(own.addresses)
-    if not found:
+    peers = [peer for peer in read_peers(folder / PEERS_FILE) if peer.peer not in revoked]
+    addresses = choose_addresses(peers) or list(own.addresses)
+    if not addresses:
         raise ConfigError(f"no address of this run is known yet ({folder / PEERS_FILE}): start a worker first")
-    return found
+    return addresses
 
 
 def choose_addresses(peers: Iterable[KnownPeer]) -> list[str]:
-    """At most four, which lead to different machines: this one's two best, then the best of each other member.
+    """Choose at most four that lead to different machines: this one's two best, then the best of each other member.
 
     Peers that were silent in the last minute of which anything is known are left out, and so are peers of other
     machines without a worker number. Public addresses come first, then the members with the lowest numbers.
     """
     known = list(peers)
     latest = max((peer.seen for peer in known), default=0.0)
-    known = [peer for peer in known if peer.addresses and latest - peer.seen <= timing.INVITED_LIVE_SECONDS]
-    own = [peer for peer in known if peer.local_name is not None]
-    others = [(peer.worker, peer) for peer in known if peer.local_name is None and peer.worker is not None]
-    ranked = [peer for _, peer in sorted(others, key=lambda one: (_distance(_best(one[1])[0]), one[0]))]
+    live = [peer for peer in known if peer.addresses and latest - peer.seen <= timing.INVITED_LIVE_SECONDS]
+    own = [peer for peer in live if peer.local_name is not None]
+    others = [(peer.worker, peer) for peer in live if peer.local_name is None and peer.worker is not None]
+    ranked = [peer for _, peer in sorted(others, key=lambda member: (_distance(_best(member[1])[0]), member[0]))]
     chosen = _best(own[0])[:2] if own else []
     chosen += [_best(peer)[0] for peer in [*ranked, *own[1:]]]
     return chosen[:_MAX_ADDRESSES]
 
 
 def _best(peer: KnownPeer) -> list[str]:
-    """Addresses that most machines can call come first; loopback and link-local ones only if there are no others."""
+    """A peer's addresses, those that most machines can call first; loopback and link-local ones only without others."""
     ranked = sorted(peer.addresses, key=_distance)
     return [address for address in ranked if _distance(address) < 2] or ranked
 
 
 def _distance(address: str) -> int:
-    """0: callable from anywhere (names and relays too), 1: from the same network, 2: from the same machine."""
+    """Whence an address can be called: 0 from anywhere (names and relays too), 1 the same network, 2 the machine."""
     if is_public(address):
         return 0
     ip = ip_of(address)

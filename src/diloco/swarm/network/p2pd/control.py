@@ -39,7 +39,10 @@ _SIGNS_OF_A_BREAK = ("stream reset", "connection reset")
 
 
 def hivemind_folder() -> Path:
-    """Found without importing it: that takes seconds, imports torch, and sets logging and fork hooks of its own."""
+    """The folder of Hivemind's package, found without importing it.
+
+    Importing it takes seconds, imports torch, and sets logging and fork hooks of its own.
+    """
     spec = importlib.util.find_spec("hivemind")
     if spec is None or spec.origin is None:
         raise EngineError(f"the swarm needs the package hivemind: {install_hint('swarm')}")
@@ -96,9 +99,9 @@ def is_only_backoff(error: DaemonError) -> bool:
 
 
 def to_unreachable(peer: str, error: DaemonError, *, gone_before: bool) -> Unreachable:
-    """The error in one line. `gone` only if every address that p2pd tried says that no peer is there.
+    """The error in one line. It is `gone` only if every address that p2pd tried says that no peer is there.
 
-    `gone_before`: what the last attempt said, which holds if p2pd did not try this time.
+    `gone_before` is what the last attempt said, which holds if p2pd did not try this time.
     """
     if is_not_served(error):
         return Unreachable(f"{peer} is there but takes no part in this run, or not yet")
@@ -117,8 +120,9 @@ def to_unreachable(peer: str, error: DaemonError, *, gone_before: bool) -> Unrea
 
 
 async def _read_frame(read_exactly: Callable[[int], Awaitable[bytes]]) -> bytes:
-    """One message: its length as a varint, then that many bytes. Nothing that follows it is read."""
-    size = shift = 0
+    """Read one message: its length as a varint, then that many bytes. Nothing that follows it is read."""
+    size = 0
+    shift = 0
     while True:
         byte = (await read_exactly(1))[0]
         size |= (byte & 0x7F) << shift
@@ -139,10 +143,10 @@ async def _receive_message(sock: socket.socket, message: Message) -> Message:
         data = bytearray(size)
         view = memoryview(data)
         while view:
-            got = await loop.sock_recv_into(sock, view)
-            if got == 0:
+            count = await loop.sock_recv_into(sock, view)
+            if count == 0:
                 raise DaemonGone("p2pd closed the connection")
-            view = view[got:]
+            view = view[count:]
         return bytes(data)
 
     message.ParseFromString(await _read_frame(read_exactly))
@@ -158,7 +162,8 @@ class Control:
     """A client of p2pd. `path` is p2pd's socket; at `streams` we accept the streams that other peers open."""
 
     def __init__(self, path: str, streams: str) -> None:
-        self._path, self._streams_path = path, streams
+        self._path = path
+        self._streams_path = streams
         self._messages: ModuleType = messages()
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
         self._handlers: dict[str, OnRequest] = {}
@@ -197,7 +202,7 @@ class Control:
     # Requests, each on a connection of its own
 
     async def _ask(self, request: Message) -> tuple[Message, socket.socket]:
-        """The answer, and the connection: after a request to open a stream it is that stream."""
+        """Return the answer, and the connection: after a request to open a stream it is that stream."""
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.setblocking(False)
@@ -228,11 +233,11 @@ class Control:
     async def identify(self) -> tuple[str, list[str]]:
         """This peer's id and its addresses, without those of unknown kinds."""
         answer = await self._ask_once("IDENTIFY")
-        found = []
+        addresses = []
         for address in answer.identify.addrs:
             with contextlib.suppress(ValueError):
-                found.append(multiaddr.to_text(address))
-        return multiaddr.peer_id_to_text(answer.identify.id), found
+                addresses.append(multiaddr.to_text(address))
+        return multiaddr.peer_id_to_text(answer.identify.id), addresses
 
     async def connect_peer(self, peer: str, addresses: list[str], seconds: float) -> None:
         request = self._messages.ConnectRequest(
@@ -346,7 +351,8 @@ class Control:
                 future.set_exception(DaemonGone(reason))
 
     def _dispatch(self, message: Message) -> None:
-        name, kind = message.callId, message.WhichOneof("message")
+        name = message.callId
+        kind = message.WhichOneof("message")
         if kind == "requestHandling":
             task = asyncio.create_task(self._answer(name, message.requestHandling))
             self._tasks[name] = task

@@ -42,7 +42,7 @@ _RELAY_TIME = "720h"
 _RELAY_CIRCUITS = 256
 _RELAY_STARTS = 6
 _ONE_PROCESSOR = {"GOMAXPROCS": "1"}
-"""With more, the wrong one of p2pd's two relays wins more often than not; see `_has_our_relay`."""
+"""p2pd's environment: with more processors the wrong one of its two relays mostly wins; see `_has_our_relay`."""
 
 
 def binary() -> Path:
@@ -132,11 +132,12 @@ class Daemon:
             self.ended.set_result(reason)
 
     def recent_output(self) -> str:
-        said = [line for line in self._lines if not line.startswith(("Control socket", "Peer ID", "Peer Addrs", "/"))]
-        return f"; it said: {' | '.join(said)[-600:]}" if said else ""
+        greeting = ("Control socket", "Peer ID", "Peer Addrs", "/")
+        lines = [line for line in self._lines if not line.startswith(greeting)]
+        return f"; it said: {' | '.join(lines)[-600:]}" if lines else ""
 
     def _signal(self, number: signal.Signals) -> None:
-        """Instead of `Process.terminate`, which may reap the child before asyncio's watcher, which then warns."""
+        """Send a signal without `Process.terminate`: that may reap the child before asyncio's watcher, which warns."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
@@ -160,7 +161,10 @@ class Daemon:
 
 
 def _private_folder() -> tuple[Path, int]:
-    """For the sockets; mode 0700, and locked. /tmp if TMPDIR is long: a Unix socket's path has at most 107 bytes."""
+    """Make a folder for the sockets, of mode 0700, and lock it.
+
+    It lies in /tmp if TMPDIR is long: a Unix socket's path has at most 107 bytes.
+    """
     base = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= 80 else "/tmp")
     _remove_stale(base)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
@@ -197,8 +201,9 @@ def _remove_stale(base: Path) -> None:
 
 
 def p2pd_arguments(reachability: Reachability, config: ListenConfig) -> list[str]:
-    """Raises if the port is taken, or if an address in the options is not valid."""
-    listening, announced = config.listen_addresses(), config.announced_addresses()
+    """p2pd's arguments for this reachability. Raises if the port is taken or an address in the options is not valid."""
+    listening = config.listen_addresses()
+    announced = config.announced_addresses()
     check_ports(listening)
     arguments = [f"-hostAddrs={','.join(listening)}"]
     if announced or reachability.seen_at:
@@ -215,7 +220,7 @@ def p2pd_arguments(reachability: Reachability, config: ListenConfig) -> list[str
 
 
 async def start_daemon(reachability: Reachability, config: ListenConfig, flags: list[str]) -> Daemon:
-    """A running p2pd. `flags` are added to the arguments that follow from the other two.
+    """Start p2pd. `flags` are added to the arguments that follow from the other two.
 
     A free port is chosen here if the user named none: IPv4 and IPv6 must have the same, since a peer that sees this one
     over IPv4 is told the port for both.
@@ -244,7 +249,8 @@ async def _has_our_relay(daemon: Daemon, flags: list[str], listening: list[str])
     """p2pd starts two relays, ours and libp2p's, which ends after 128 KiB. Which one answers is a race: ask it."""
     guest_flags = [flag for flag in flags if not flag.startswith("-id=")]
     guest = await Daemon.start([*guest_flags, "-noListenAddrs"])
-    control, guest_control = Control(daemon.control, daemon.streams), Control(guest.control, guest.streams)
+    control = Control(daemon.control, daemon.streams)
+    guest_control = Control(guest.control, guest.streams)
     try:
         async with asyncio.timeout(timing.RELAY_PROBE_SECONDS):
             await guest_control.connect()
@@ -262,7 +268,7 @@ async def _has_our_relay(daemon: Daemon, flags: list[str], listening: list[str])
 async def relay_limit(control: Control, relay: str) -> int:
     """How many bytes a connection through that peer may carry each way; 0: it relays nothing.
 
-    Asks for a reservation, which ends by itself.
+    The relay is asked for a reservation, which ends by itself.
     """
     sock = await control.open_stream(relay, _HOP_PROTOCOL, timing.RELAY_PROBE_SECONDS)
     try:
@@ -284,14 +290,15 @@ async def relay_limit(control: Control, relay: str) -> int:
 
 def _protobuf_fields(data: bytes) -> dict[int, int | bytes]:
     """A protobuf message without its schema: numbers and bytes by field number."""
-    found: dict[int, int | bytes] = {}
+    fields: dict[int, int | bytes] = {}
     while data:
         tag, data = multiaddr.take_varint(data)
         value, data = multiaddr.take_varint(data)
         if tag & 7 == 2:
-            found[tag >> 3], data = data[:value], data[value:]
+            fields[tag >> 3] = data[:value]
+            data = data[value:]
         elif tag & 7 == 0:
-            found[tag >> 3] = value
+            fields[tag >> 3] = value
         else:
             raise ConfigError(f"a relay's answer has a field of unknown type {tag & 7}")
-    return found
+    return fields

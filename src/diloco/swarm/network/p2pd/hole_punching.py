@@ -21,7 +21,9 @@ from diloco.swarm.network.p2pd.control import Control, DaemonError, DaemonGone, 
 from diloco.swarm.protocol import timing
 
 _MAX_REQUEST_BYTES = 256
-_BURST, _PER_SECOND, _MAX_PEERS = 16, 1.0, 1024
+_BURST = 16
+_PER_SECOND = 1.0
+_MAX_PEERS = 1024
 _MAX_AT_A_TIME = 16
 _PIECE_BYTES = 256 << 10
 _FAILURES = (DaemonError, DaemonGone, HandlerError, TimeoutError, OSError, ValueError, msgspec.DecodeError)
@@ -31,13 +33,13 @@ Endpoint = tuple[str, int]
 
 
 class PunchRequest(msgspec.Struct):
-    """To a relay: the peer that the sender wants to connect to. The answer is that peer's address, or null."""
+    """A request to a relay: the sender wants to connect to this peer. The answer is that peer's address, or null."""
 
     peer: str
 
 
 class PunchOrder(msgspec.Struct):
-    """From a relay: connect to this peer at this address, now."""
+    """A relay's order: connect to this peer at this address, now."""
 
     peer: str
     address: str
@@ -50,18 +52,19 @@ def relays_in(addresses: list[str]) -> list[str]:
 
 
 class HolePuncher:
-    """All three roles: the peer that asks, the relay, and the peer that is asked for.
+    """Plays all three roles: the peer that asks, the relay, and the peer that is asked for.
 
     `p2pd` is always the endpoint where this machine's own p2pd listens.
     """
 
     def __init__(self, own_peer: str, protocol: str) -> None:
-        self._own_peer, self._protocol = own_peer, protocol
+        self._own_peer = own_peer
+        self._protocol = protocol
         self._rate = PeerRateLimit(_BURST, _PER_SECOND, _MAX_PEERS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self, control: Control, relay: str, peer: str, p2pd: Endpoint) -> bool:
-        """The peer that asks. Whether p2pd now has a direct connection to that peer."""
+        """Act as the peer that asks; return whether p2pd now has a direct connection to `peer`."""
         try:
             async with asyncio.timeout(timing.PUNCH_SECONDS):
                 request = msgspec.json.encode(PunchRequest(peer))
@@ -77,29 +80,31 @@ class HolePuncher:
         return True
 
     async def answer_as_relay(self, control: Control, peer: str, request: bytes) -> bytes:
-        """Tells the two peers where each of them is seen, if both are connected to this one directly."""
+        """Tell the two peers where each of them is seen, if both are connected to this one directly."""
         if len(request) > _MAX_REQUEST_BYTES or not self._rate.take(peer, time.monotonic()):
             return b"null"
         connected = await control.list_peers()
         wanted = msgspec.json.decode(request, type=PunchRequest).peer
-        here, there = (_direct_address(connected.get(name, [])) for name in (peer, wanted))
-        if here is None or there is None:
+        asking_address = _direct_address(connected.get(peer, []))
+        wanted_address = _direct_address(connected.get(wanted, []))
+        if asking_address is None or wanted_address is None:
             return b"null"
         try:
             async with asyncio.timeout(timing.PUNCH_SECONDS):
-                await control.call(wanted, f"{self._protocol}/punched", msgspec.json.encode(PunchOrder(peer, here)))
+                order = msgspec.json.encode(PunchOrder(peer, asking_address))
+                await control.call(wanted, f"{self._protocol}/punched", order)
         except _FAILURES:
             return b"null"
-        return msgspec.json.encode(there)
+        return msgspec.json.encode(wanted_address)
 
     def answer_as_target(self, control: Control, request: bytes, p2pd: Endpoint) -> bytes:
-        """The peer that is asked for. The caller has checked that a relay of this peer sent the order."""
+        """Act as the peer that is asked for. The caller has checked that a relay of this peer sent the order."""
         if len(request) <= _MAX_REQUEST_BYTES:
             self._start(control, msgspec.json.decode(request, type=PunchOrder), p2pd)
         return b"true"
 
     def _start(self, control: Control, order: PunchOrder, p2pd: Endpoint) -> None:
-        """Of the two peers, the one with the lower id opens the libp2p connection; perhaps both have asked."""
+        """Connect in a task. The peer with the lower id opens the libp2p connection: perhaps both have asked."""
         if len(self._tasks) < _MAX_AT_A_TIME:
             opens = self._own_peer < order.peer
             task = asyncio.create_task(_open_libp2p(control, order, p2pd) if opens else _accept_libp2p(order, p2pd))
@@ -112,7 +117,7 @@ class HolePuncher:
 
 
 def _direct_address(addresses: list[str]) -> str | None:
-    """Where a connected peer is seen, unless it is connected through a relay."""
+    """The address where a connected peer is seen; None if it is connected through a relay only."""
     for address in addresses:
         ip = multiaddr.ip_of(address)
         if multiaddr.CIRCUIT not in address and "/tcp/" in address and ip is not None and not ip.is_loopback:
@@ -121,7 +126,7 @@ def _direct_address(addresses: list[str]) -> str | None:
 
 
 async def _open_libp2p(control: Control, order: PunchOrder, p2pd: Endpoint) -> None:
-    """Has p2pd dial a local port, whose bytes go to the other peer."""
+    """Have p2pd dial a local port, whose bytes go to the other peer."""
     with contextlib.suppress(*_FAILURES):
         async with asyncio.timeout(timing.PUNCH_SECONDS):
             remote = await _connect_simultaneously(order.address, p2pd[1])
@@ -139,7 +144,7 @@ async def _open_libp2p(control: Control, order: PunchOrder, p2pd: Endpoint) -> N
 
 
 async def _accept_libp2p(order: PunchOrder, p2pd: Endpoint) -> None:
-    """Connects to p2pd's own port, and forwards the other peer's bytes to it."""
+    """Connect to p2pd's own port, and forward the other peer's bytes to it."""
     with contextlib.suppress(*_FAILURES):
         async with asyncio.timeout(timing.PUNCH_SECONDS):
             remote = await _connect_simultaneously(order.address, p2pd[1])
@@ -172,9 +177,9 @@ async def _connect_simultaneously(address: str, port: int) -> socket.socket:
             raise
 
 
-async def _forward_both_ways(one: socket.socket, two: socket.socket) -> None:
-    """Until either side ends."""
-    directions = [asyncio.ensure_future(_forward(one, two)), asyncio.ensure_future(_forward(two, one))]
+async def _forward_both_ways(local: socket.socket, remote: socket.socket) -> None:
+    """Forward bytes until either side ends."""
+    directions = [asyncio.ensure_future(_forward(local, remote)), asyncio.ensure_future(_forward(remote, local))]
     try:
         await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -184,7 +189,8 @@ async def _forward_both_ways(one: socket.socket, two: socket.socket) -> None:
 
 
 async def _forward(source: socket.socket, sink: socket.socket) -> None:
-    loop, memory = asyncio.get_running_loop(), memoryview(bytearray(_PIECE_BYTES))
+    loop = asyncio.get_running_loop()
+    memory = memoryview(bytearray(_PIECE_BYTES))
     with contextlib.suppress(OSError):
         while size := await loop.sock_recv_into(source, memory):
             await loop.sock_sendall(sink, memory[:size])

@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 Kind = Literal["public", "private", "unknown"]
 
 _GREETING = b"\x13/multistream/1.0.0\n"
-_BURST, _PER_SECOND, _MAX_PEERS = 1, 1.0, 1024
+_BURST = 1
+_PER_SECOND = 1.0
+_MAX_PEERS = 1024
 _MAX_AT_A_TIME = 8
 _MAX_REQUEST_BYTES = 64
 _MAX_RELAYS = 8
@@ -51,7 +53,7 @@ class Reachability:
 
 
 def guess_reachability(config: ListenConfig) -> Reachability:
-    """Before any peer was asked: public if an address of this machine, or an announced one, is public."""
+    """The guess before any peer was asked: public if an address of this machine, or an announced one, is public."""
     if config.guest:
         return Reachability()
     if config.announce:
@@ -65,16 +67,16 @@ def guess_reachability(config: ListenConfig) -> Reachability:
 
 def own_addresses() -> list[multiaddr.IpAddress]:
     """The addresses that this machine would use towards the internet. Nothing is sent."""
-    found = []
+    addresses = []
     for family, target in ((socket.AF_INET, "8.8.8.8"), (socket.AF_INET6, "2001:4860:4860::8888")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 53))
-            found.append(ipaddress.ip_address(probe.getsockname()[0]))
-    return found
+            addresses.append(ipaddress.ip_address(probe.getsockname()[0]))
+    return addresses
 
 
 class DialBackRequest(msgspec.Struct):
-    """Please connect to the address that I come from, at this port."""
+    """The request to connect to the address that the sender comes from, at this port."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
@@ -94,7 +96,7 @@ def encode_request(port: int) -> bytes:
 
 
 def decode_result(data: bytes) -> DialBackResult | None:
-    """None: the other peer could not find out, or its answer is not valid."""
+    """The result; None if the other peer could not find out, or if its answer is not valid."""
     try:
         result = msgspec.json.decode(data, type=DialBackResult | None)
         if result is not None:
@@ -170,12 +172,13 @@ class ReachabilityMonitor:
     """
 
     def __init__(self, transport: MonitoredTransport, config: ListenConfig) -> None:
-        self._transport, self._config = transport, config
+        self._transport = transport
+        self._config = config
         self._was_told = False
         """A public peer has said whether this one can be reached."""
 
     async def find_out(self, seeds: Iterable[str]) -> bool:
-        """Ask the public ones of these addresses, and restart p2pd to suit the answer. False: none could tell."""
+        """Ask the public ones of these addresses, and restart p2pd to suit the answer; False if none could tell."""
         public = public_addresses(seeds)
         if self._config.announce or not public:
             return False
@@ -194,7 +197,7 @@ class ReachabilityMonitor:
         return True
 
     async def _ask_first(self, addresses: Sequence[str]) -> DialBackResult | None:
-        """All are asked at once; the first answer counts."""
+        """Ask all at once; the first answer counts."""
         asked = [asyncio.create_task(self._ask(address)) for address in addresses[:_MAX_RELAYS]]
         try:
             for done in asyncio.as_completed(asked):
@@ -217,7 +220,7 @@ class ReachabilityMonitor:
         return None
 
     async def _reserve(self, relays: Sequence[str]) -> bool:
-        """Restart p2pd with these relays; whether one of them has given a reservation."""
+        """Restart p2pd with these relays; return whether one of them has given a reservation."""
         await self._transport.restart(Reachability("private", relays=tuple(relays[:_MAX_RELAYS])), self._config)
         end = time.monotonic() + timing.REACHABLE_ASK_SECONDS
         while not await self._has_reservation():
@@ -231,7 +234,7 @@ class ReachabilityMonitor:
         return any(multiaddr.CIRCUIT in address for address in await self._transport.addresses())
 
     async def run(self) -> None:
-        """Until cancelled. Attempts that do not help become rarer."""
+        """Keep watch until cancelled. Attempts that do not help become rarer."""
         pause = timing.REACHABLE_FIRST_PAUSE
         while True:
             await asyncio.sleep(timing.REACHABLE_CHECK_SECONDS)
@@ -247,7 +250,7 @@ class ReachabilityMonitor:
                 return
 
     async def _check(self) -> bool:
-        """True if nothing needed to be done, or if it was done."""
+        """Do what is needed now; True if that was nothing, or if it is done."""
         kind = self._transport.reachability.kind
         if kind == "public" or (kind == "private" and await self._has_reservation()):
             return True
@@ -260,12 +263,15 @@ class ReachabilityMonitor:
 
 
 def public_addresses(addresses: Iterable[str]) -> list[str]:
-    """Those that are public and lead to their peer directly."""
+    """The addresses among these that are public and lead to their peer directly."""
     return list(dict.fromkeys(a for a in addresses if multiaddr.is_public(a) and multiaddr.CIRCUIT not in a))
 
 
 async def answers_libp2p(address: str, seconds: float) -> bool:
-    """Whether a peer answers there, whichever it is. True for an address through a relay: only p2pd can try that."""
+    """Whether a peer answers at this address, whichever it is.
+
+    An address through a relay counts as one that answers: only p2pd can try it.
+    """
     if multiaddr.CIRCUIT in address or "/tcp/" not in address:
         return True
     _, _, host, _, port, *_ = address.split("/")

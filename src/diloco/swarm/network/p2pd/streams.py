@@ -46,10 +46,18 @@ _TURN_BYTES = 1 << 20
 
 
 class SocketStream(Stream):
+    """A stream over a socket that p2pd has connected to the peer."""
+
     def __init__(self, peer: str, sock: socket.socket, on_close: Callable[[], None]) -> None:
-        self.peer, self.bytes_sent, self.bytes_received = peer, 0, 0
-        self._socket, self._on_close = sock, on_close
-        self._users = self._since_turn = 0
+        self.peer = peer
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._socket = sock
+        self._on_close = on_close
+        self._users = 0
+        """Tasks that read or write now."""
+        self._since_turn = 0
+        """Bytes since the other tasks of the loop last had a turn."""
         self._closed = False
 
     @contextlib.contextmanager
@@ -87,7 +95,10 @@ class SocketStream(Stream):
             await self._give_turn()
 
     def _send(self, head: bytes, data: memoryview) -> int:
-        """As much as there is room for now. Both at once: p2pd makes a message of each piece that it gets."""
+        """Send as much as there is room for now; return how many bytes that was.
+
+        Both go at once: p2pd makes a message of each piece that it gets.
+        """
         try:
             sent = self._socket.sendmsg([head, data])
         except BlockingIOError:
@@ -122,13 +133,13 @@ class SocketStream(Stream):
             except EOFError:
                 raise Unreachable(f"the stream from {self.peer} ended {arriving.missing} bytes too early") from None
             finally:
-                got = len(view) - arriving.missing
-                self.bytes_received += got
-                self._since_turn += got
+                arrived = len(view) - arriving.missing
+                self.bytes_received += arrived
+                self._since_turn += arrived
             await self._give_turn()
 
     def close(self) -> None:
-        """What was written before still arrives."""
+        """Close the stream; what was written before still arrives."""
         if self._closed:
             return
         self._closed = True
@@ -143,7 +154,9 @@ class _Arriving:
     """Bytes that a task waits for. Each time some arrive they go into its memory, and the last ones wake it."""
 
     def __init__(self, sock: socket.socket, memory: memoryview, seconds: float) -> None:
-        self._socket, self._rest, self._seconds = sock, memory, seconds
+        self._socket = sock
+        self._rest = memory
+        self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._end = self._loop.time() + seconds
         self._done: asyncio.Future[None] = self._loop.create_future()
@@ -153,21 +166,21 @@ class _Arriving:
         return len(self._rest)
 
     def receive(self) -> bool:
-        """Take what is there; whether that is all. Raises EOFError at the end of the stream."""
+        """Take what has arrived; return whether that is all. Raises EOFError at the end of the stream."""
         if not self._rest:
             return True
         try:
-            got = self._socket.recv_into(self._rest)
+            count = self._socket.recv_into(self._rest)
         except BlockingIOError:
             return False
-        if got == 0:
+        if count == 0:
             raise EOFError
-        self._rest = self._rest[got:]
-        self._end = min(self._loop.time() + self._seconds, self._end + got / LEAST_RATE)
+        self._rest = self._rest[count:]
+        self._end = min(self._loop.time() + self._seconds, self._end + count / LEAST_RATE)
         return not self._rest
 
     async def wait(self) -> None:
-        """Until all is there. Raises TimeoutError, too."""
+        """Wait until all bytes are there. Raises EOFError, OSError or TimeoutError."""
         self._loop.add_reader(self._socket, self._on_readable)
         self._timer = self._loop.call_at(self._end, self._on_time)
         try:
@@ -199,29 +212,38 @@ class _Arriving:
 
 
 class PacedStream(Stream):
-    """Over another stream. One task may read and another one write at a time."""
+    """A paced stream over another stream. One task may read and another one write at a time."""
 
     def __init__(self, raw: Stream, window: int = FIRST_WINDOW) -> None:
-        self.raw, self.peer, self.window = raw, raw.peer, window
-        self.bytes_sent = self.bytes_received = 0  # without lengths and acknowledgements
+        self.raw = raw
+        self.peer = raw.peer
+        self.window = window
+        """The number of bytes that may be under way."""
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        """Bytes of data, without lengths and acknowledgements."""
         self._under_way: deque[tuple[int, float]] = deque()
         """Pieces that are not acknowledged: all bytes written up to its end, and when it was written."""
-        self._written = self._acknowledged = 0
+        self._written = 0
+        self._acknowledged = 0
         self._shrunk_at = 0.0
         self._left = 0
-        """Bytes of a piece that has begun to arrive."""
+        """Bytes that a piece which has begun to arrive still lacks."""
         self._early = bytearray()
-        """Arrived while only a writer was waiting."""
-        self._read = self._owed = 0
-        """Bytes that were read: fewer than `_ACK_BYTES`; and those to acknowledge now."""
-        self._reading, self._writing = asyncio.Lock(), asyncio.Lock()
+        """Bytes that arrived while only a writer was waiting."""
+        self._read = 0
+        """Bytes that were read since the last acknowledgement: fewer than `_ACK_BYTES`."""
+        self._owed = 0
+        """Bytes to acknowledge now."""
+        self._reading = asyncio.Lock()
+        self._writing = asyncio.Lock()
         self._news = asyncio.Event()
         self._closed = False
         self.heard_at = 0.0
         """When something last arrived."""
 
     def close(self) -> None:
-        """At once if a task still reads or writes: the stream is given up."""
+        """Close the stream: at once if a task still reads or writes, since it is given up then."""
         if self._closed:
             return
         self._closed = True
@@ -236,7 +258,8 @@ class PacedStream(Stream):
     async def _linger(self) -> None:
         with contextlib.suppress(Unreachable, TimeoutError):
             async with asyncio.timeout(timing.LINGER_SECONDS):
-                self._owed, self._read = self._owed + self._read, 0
+                self._owed += self._read
+                self._read = 0
                 await self._acknowledge(timing.LINGER_SECONDS)
                 while self._unacknowledged and not self._early:  # data that none reads: the peer must be told
                     await self._advance(None, timing.LINGER_SECONDS)
@@ -260,7 +283,8 @@ class PacedStream(Stream):
                 await self.raw.write_both(_HEAD.pack(size) + head, piece, seconds)
                 self.bytes_sent += size
                 await self._acknowledge(seconds)
-            head, view = b"", view[len(piece) :]
+            head = b""
+            view = view[len(piece) :]
 
     @property
     def _unacknowledged(self) -> int:
@@ -291,27 +315,35 @@ class PacedStream(Stream):
     async def read_into(self, buffer: memoryview, seconds: float) -> None:
         view = memoryview(buffer).cast("B")
         while len(view):
-            got = len(early) if (early := self._early[: len(view)]) else await self._advance(view, seconds)
+            early = self._early[: len(view)]
             if early:
-                view[:got] = early
-                del self._early[:got]
-            view = view[got:]
-            self._read, self.bytes_received = self._read + got, self.bytes_received + got
+                count = len(early)
+                view[:count] = early
+                del self._early[:count]
+            else:
+                count = await self._advance(view, seconds)
+            view = view[count:]
+            self._read += count
+            self.bytes_received += count
             if self._read >= _ACK_BYTES:
-                self._owed, self._read = self._owed + self._read, 0
+                self._owed += self._read
+                self._read = 0
                 if not self._writing.locked():  # else the task that writes does it, after its piece
                     async with self._writing:
                         await self._acknowledge(seconds)
 
     async def _acknowledge(self, seconds: float) -> None:
         while self._owed:
-            owed, self._owed = self._owed, 0
+            owed = self._owed
+            self._owed = 0
             with contextlib.suppress(Unreachable):  # the peer may have closed it, with all that it had to say
                 await self.raw.write(_HEAD.pack(_ACK | owed), seconds)
 
     async def _advance(self, into: memoryview | None, seconds: float) -> int:
-        """Wait until something has arrived, and how many bytes of data went into `into`. One task at a time waits for
-        the peer, the other one for that task."""
+        """Wait until something has arrived; return how many bytes of data went into `into`.
+
+        One task at a time waits for the peer, the other one for that task.
+        """
         if self._reading.locked():
             try:
                 async with asyncio.timeout(seconds):
@@ -337,13 +369,14 @@ class PacedStream(Stream):
                 raise Unreachable(f"{self.peer} sends a piece of {head} bytes, more than {MOST_PIECE}")
             self._left = head
         if into is None:
-            data, self._left = await self.raw.read(self._left, seconds), 0
+            data = await self.raw.read(self._left, seconds)
+            self._left = 0
             self._early += data
             return 0
-        got = min(self._left, len(into))
-        await self.raw.read_into(into[:got], seconds)
-        self._left -= got
-        return got
+        count = min(self._left, len(into))
+        await self.raw.read_into(into[:count], seconds)
+        self._left -= count
+        return count
 
 
 def _now() -> float:

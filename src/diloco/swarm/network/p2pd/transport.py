@@ -79,7 +79,7 @@ class IncomingRequests:
         self._streams = ConcurrencyLimit(STREAMS_PER_PEER, STREAMS_IN_ALL)
         self._open: set[PacedStream] = set()
         self._windows: LruCache[int] = LruCache(STREAMS_IN_ALL)
-        """Of the last stream with each peer."""
+        """The window of the last stream with each peer."""
 
     async def register(self, control: Control, protocol: str) -> None:
         await control.accept_streams(f"{protocol}/stream", self._accept)
@@ -150,14 +150,14 @@ class P2pdTransport(Transport):
         self.reachability = reach.guess_reachability(config)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._flags = [f"-id={key}", *COMMON_FLAGS]
-        self._protocol, self._config = protocol, config
+        self._protocol = protocol
+        self._config = config
         self._daemon: Daemon | None = None
         self._control = Control("", "")
         self._restarting = asyncio.Lock()
         self._monitoring: asyncio.Task[None] | None = None
         self._addresses: list[str] = []
         self._incoming = IncomingRequests()
-        self.heard_at = self._incoming.heard_at  # type: ignore[method-assign]
         self._dial_back = reach.DialBack()
         self._puncher = HolePuncher(self.peer, protocol)
         self._known: LruCache[list[str]] = LruCache(_MAX_KNOWN)
@@ -189,7 +189,8 @@ class P2pdTransport(Transport):
     # p2pd's life
 
     async def _start(self) -> None:
-        self._daemon = daemon = await start_daemon(self.reachability, self._config, self._flags)
+        daemon = await start_daemon(self.reachability, self._config, self._flags)
+        self._daemon = daemon
         self._control = Control(daemon.control, daemon.streams)
         daemon.ended.add_done_callback(self._on_daemon_end)
         try:
@@ -211,9 +212,10 @@ class P2pdTransport(Transport):
             self.ended.set_result(reason)
 
     async def restart(self, reachability: Reachability, config: ListenConfig) -> None:
-        """All connections end, and what is asked meanwhile waits for the new p2pd, within its own time limit."""
+        """Restart p2pd: all connections end. What is asked meanwhile waits for it, within its own time limit."""
         async with self._restarting:
-            self.reachability, self._config = reachability, config
+            self.reachability = reachability
+            self._config = config
             await self._stop()
             await self._start()
 
@@ -235,7 +237,8 @@ class P2pdTransport(Transport):
     # Answers to others
 
     async def serve(self, on_call: OnCall, on_stream: OnStream) -> None:
-        self._incoming.on_call, self._incoming.on_stream = on_call, on_stream
+        self._incoming.on_call = on_call
+        self._incoming.on_stream = on_stream
         await self._register()
 
     async def _register(self) -> None:
@@ -253,12 +256,15 @@ class P2pdTransport(Transport):
     # Addresses
 
     async def addresses(self) -> list[str]:
-        """Public ones first; loopback only if there are no others. While p2pd restarts, those it had."""
+        """This peer's addresses, public ones first; loopback only if there are no others.
+
+        While p2pd restarts, they are those that it had.
+        """
         try:
-            _, found = await self._control.identify()
+            _, addresses = await self._control.identify()
         except (DaemonError, DaemonGone):
             return self._addresses
-        useful = [address for address in found if not multiaddr.is_loopback(address)] or found
+        useful = [address for address in addresses if not multiaddr.is_loopback(address)] or addresses
         ordered = sorted(dict.fromkeys(useful), key=lambda a: (multiaddr.CIRCUIT in a, not multiaddr.is_public(a)))
         self._addresses = [f"{address}/p2p/{self.peer}" for address in ordered]
         return self._addresses
@@ -266,14 +272,14 @@ class P2pdTransport(Transport):
     async def port_and_addresses(self) -> tuple[int, list[str]]:
         """The port that others would call, and the direct addresses that this machine knows of itself."""
         async with self._running(self.peer) as control:
-            _, found = await control.identify()
-        direct = [address for address in found if "/tcp/" in address and multiaddr.CIRCUIT not in address]
+            _, addresses = await control.identify()
+        direct = [address for address in addresses if "/tcp/" in address and multiaddr.CIRCUIT not in address]
         direct = [address for address in direct if not multiaddr.is_loopback(address)] or direct
         ports = [int(address.split("/tcp/")[1].split("/")[0]) for address in sorted(direct)]
         return next(iter(ports), 0), direct
 
     def known_addresses(self) -> list[str]:
-        """Of this peer's relays and of all peers that it was told to connect to."""
+        """The addresses of this peer's relays and of all peers that it was told to connect to."""
         peers = ((peer, self._known.get(peer) or []) for peer in list(self._known))
         return [*self.reachability.relays, *(f"{route}/p2p/{peer}" for peer, routes in peers for route in routes)]
 
@@ -287,6 +293,9 @@ class P2pdTransport(Transport):
         port, _ = await self.port_and_addresses()
         first = multiaddr.ip_of(listen_addresses(self._config.host, port or None)[0])
         return "127.0.0.1" if first is None or first.is_unspecified else str(first), port
+
+    def heard_at(self, peer: str) -> float:
+        return self._incoming.heard_at(peer)
 
     # Calls and streams to others
 
@@ -304,7 +313,7 @@ class P2pdTransport(Transport):
             self._known.put(peer, [r for r in routes if r in used or multiaddr.is_public(r)] or routes)
 
     async def _punch(self, peer: str, routes: list[str]) -> bool:
-        """Two private peers may still get a direct connection; see hole_punching.py. One attempt for each peer."""
+        """Try once for each peer whether two private ones can get a direct connection; see hole_punching.py."""
         relays = hole_punching.relays_in(routes)
         if not relays or peer in self._not_punchable or peer in await self._control.list_peers():
             return False
@@ -354,7 +363,7 @@ class P2pdTransport(Transport):
             raise Unreachable(f"the connection with {peer} broke, and could not be made again at once") from None
 
     async def ask_dial_back(self, peer: str) -> DialBackResult | None:
-        """Has that peer connect back to where it sees this one; None: it cannot tell."""
+        """Have that peer connect back to where it sees this one; None: it cannot tell."""
         port, _ = await self.port_and_addresses()
         async with self._running(peer) as control:
             answer = await control.call(peer, f"{self._protocol}/reach", reach.encode_request(port))
