@@ -227,7 +227,7 @@ def outputs(folder: Path, name: str) -> dict[str, Any]:
         "config": run.config(),
         "brief": _without(run.brief(), "last_time"),
         "metrics": exposition([run.state()]).splitlines(),
-        "plots": [_without(asdict(panel), "kind") for panel in panels_of([read_run(folder, name)])],
+        "plots": [_without(asdict(panel), "kind", "x_ticks") for panel in panels_of([read_run(folder, name)])],
         "progress": progress_line(folder, RunFigures(view.history)),
         "display": _text(lambda console: console.print(render(view))),
         "line": plain_line(view),

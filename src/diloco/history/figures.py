@@ -5,7 +5,7 @@ figures = RunFigures(history, until)      as they were at that time
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from diloco.history.columns import finite
 from diloco.history.members import GONE, MemberHistory
-from diloco.history.rounds import RoundHistory, usual_workers
+from diloco.history.rounds import RoundHistory, contributed, usual_workers
 from diloco.history.run_history import RunHistory
 from diloco.history.workers import WorkerHistory
 
@@ -122,14 +122,31 @@ class RunFigures:
         self.until = until
         self.elastic = history.elastic if elastic is None else elastic
         """A swarm's run, in which positions jump."""
-        self.rounds = history.rounds.until(until)
+
+    @cached_property
+    def rounds(self) -> list[RoundHistory]:
         """The rounds with an outcome, in order."""
-        self.workers = self._workers()
-        self.members = self._members()
+        return self.history.rounds.until(self.until)
 
     # Workers and members
 
-    def _workers(self) -> list[WorkerFigures]:
+    @property
+    def workers(self) -> list[WorkerFigures]:
+        """The workers that are known by then."""
+        return self._states[0]
+
+    @property
+    def members(self) -> list[MemberFigures]:
+        """The members of a swarm that are known by then."""
+        return self._states[1]
+
+    @cached_property
+    def _states(self) -> tuple[list[WorkerFigures], list[MemberFigures]]:
+        """Workers and members, with one state for one that is both: of this machine its own, else the swarm's."""
+        workers = self._all_workers()
+        return workers, self._all_members({worker.number: worker for worker in workers})
+
+    def _all_workers(self) -> list[WorkerFigures]:
         workers = []
         for number, worker in sorted(self.history.workers.items()):
             values = {name: worker.columns.last(name, self.until) for name in worker.columns.names}
@@ -139,17 +156,15 @@ class RunFigures:
                 workers.append(WorkerFigures(number, worker, state, values))
         return workers
 
-    def _members(self) -> list[MemberFigures]:
-        """The members, with one state for a worker that is also a member: of this machine its own, else the swarm's."""
-        contributed = {worker: one.sequence for one in self.rounds if one.merged for worker in one.contributors}
-        workers = {worker.number: worker for worker in self.workers}
+    def _all_members(self, workers: Mapping[int, WorkerFigures]) -> list[MemberFigures]:
+        last_rounds = self.history.rounds.contributed if self.until is None else contributed(self.rounds)
         members = []
         for number, history in sorted(self.history.members.by_number.items()):
             member = _member(number, history, self.until)
             if member is None:
                 continue
-            if number in contributed:  # members are listed every ten seconds only
-                member.values["contributed"] = max(contributed[number], int(member.values["contributed"] or 0))
+            if number in last_rounds:  # members are listed every ten seconds only
+                member.values["contributed"] = max(last_rounds[number], int(member.values["contributed"] or 0))
             worker = workers.get(number)
             if worker is not None and not member.gone:
                 member.values["step"] = max(worker.step, member.values["step"] or 0)
@@ -250,17 +265,24 @@ class RunFigures:
     def failed_rounds(self) -> int:
         """Rounds that gave a worker of this machine no mean; a round can be merged and failed."""
         ends = [worker.history.ended for worker in self.workers if worker.local and self.until is None]
-        failed = sum(one.failure is not None for one in self.rounds)
+        if self.until is None:
+            failed = len(self.history.rounds.failed)
+        else:
+            failed = sum(one.failure is not None for one in self.rounds)
         return max([failed, *(ended.rounds_failed for ended in ends if ended is not None)])
 
     @property
     def refused(self) -> int:
         """Contributions that are in no mean."""
+        if self.until is None:
+            return self.history.rounds.refused
         return sum(len(one.refused) for one in self.rounds)
 
     @property
     def last_round(self) -> RoundHistory | None:
         """The last merged round."""
+        if self.until is None:
+            return self.history.rounds.last_merged()
         return next((one for one in reversed(self.rounds) if one.merged), None)
 
     @property

@@ -107,6 +107,8 @@ class RoundsHistory:
         self.failed: set[int] = set()
         self.refused = 0
         """Contributions that are in no mean."""
+        self.contributed: dict[int, int] = {}
+        """The last merged round that has a worker's contribution."""
         self.in_progress: int | None = None
         """The round that was posted last, until a worker has its outcome."""
         self._with_cosines: deque[RoundHistory] = deque()
@@ -153,6 +155,8 @@ class RoundsHistory:
         if event.mean_norm is not None:
             round_.merged = True
             self.merged.add(event.sequence)
+            for worker in event.contributors:
+                self.contributed[worker] = max(event.sequence, self.contributed.get(worker, 0))
         round_.statistics = {name: getattr(event, name) for name in ROUND_STATISTICS}
         round_.bytes_sent = max(round_.bytes_sent, event.bytes_sent)
         round_.contributors = list(event.contributors)
@@ -227,6 +231,7 @@ class RoundsHistory:
         self.merged = {sequence for sequence, round_ in self.by_sequence.items() if round_.merged}
         self.failed = {sequence for sequence, round_ in self.by_sequence.items() if round_.failure is not None}
         self.refused = sum(len(round_.refused) for round_ in self.by_sequence.values())
+        self.contributed = contributed(self.until(None))
         self.in_progress = None
         self._ended = {}
         self._worked = {}
@@ -250,6 +255,11 @@ class RoundsHistory:
         round_ = self.by_sequence.setdefault(event.sequence, RoundHistory(event.sequence))
         round_.step = round_.step or event.step
         return round_.workers.setdefault(event.worker, WorkerRound())
+
+
+def contributed(rounds: Sequence[RoundHistory]) -> dict[int, int]:
+    """The last merged round that has a worker's contribution; `rounds` in their order."""
+    return {worker: round_.sequence for round_ in rounds if round_.merged for worker in round_.contributors}
 
 
 def usual_workers(rounds: Sequence[RoundHistory]) -> float:

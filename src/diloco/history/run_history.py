@@ -406,7 +406,9 @@ class RunHistory:
         self._own(event).states.append((event.time, f"joining: {share:.0%}"))
 
     def _on_waiting(self, event: AloneEvent | WaitingEvent | WarmStartEvent) -> None:
-        self._own(event).set_state(event.time, event.type)
+        worker = self._own(event)
+        if worker.ended is None:  # its network process may tell of the swarm a little longer
+            worker.set_state(event.time, event.type)
 
     def _on_joined(self, event: JoinedEvent) -> None:
         worker = self._own(event)

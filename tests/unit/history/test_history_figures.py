@@ -1,0 +1,29 @@
+"""Figures of now and of a moment are counted alike, and the state of a worker is what it does."""
+
+import math
+
+import pytest
+
+from diloco.history.figures import RunFigures
+from diloco.history.run_history import history_of
+from support.dashboard_runs import event, started, step
+from support.golden_runs import RUNS
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_figures_of_now_are_those_of_the_last_moment(name: str) -> None:
+    history = history_of(RUNS[name][1]())
+    now, then = RunFigures(history), RunFigures(history, until=math.inf)
+    assert (now.merged_rounds, now.refused) == (then.merged_rounds, then.refused)
+    assert now.last_round is then.last_round and now.straggler == then.straggler
+    assert (now.step, now.tokens, now.bytes_sent, now.loss) == (then.step, then.tokens, then.bytes_sent, then.loss)
+    assert [vars(member) for member in now.members] == [vars(member) for member in then.members]
+    assert now.states == then.states and now.perplexities == then.perplexities
+    assert now.data_parallel_bytes == then.data_parallel_bytes
+
+
+def test_a_worker_that_has_ended_is_done_though_its_network_process_is_alone_by_then() -> None:
+    end = event("worker_finished", 20.0, inner_steps=10, tokens=5120)
+    events = [started(0, 1), step(0, 10), end, event("alone", 21.0, member=0)]
+    assert history_of(events).workers[0].state == "done"
+    assert history_of([events[0], events[3]]).workers[0].state == "alone"
