@@ -8,10 +8,13 @@ import logging
 import math
 import multiprocessing
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import SpawnProcess
@@ -125,6 +128,65 @@ def cost(arm: Arm, vocab_size: int) -> float:
     return float(tokens * arm.sequence_length) * arm.model_config(vocab_size).num_parameters()
 
 
+_COMPILING_SECONDS = 40.0
+_STEP_SECONDS = 1e-3
+_TOKEN_SECONDS = 31e-9
+_TOKEN_AND_PARAMETER_SECONDS = 23.3e-15
+"""Measured on an H200 with 8 to 12 processes at 1.3M and 4.3M parameters (docs/results.md): 62 and 130 ns a token. A
+step takes a millisecond however small it is."""
+
+
+def seconds_on_an_h200(tasks: Sequence[Task], vocab_size: int) -> float:
+    """What the tasks would take on one H200 that processes share, shared beginnings and compiling included."""
+    seconds = _COMPILING_SECONDS
+    beginnings = {}
+    for task in tasks:
+        arm = task.arm
+        parameters = arm.model_config(vocab_size).num_parameters()
+        token_seconds = _TOKEN_SECONDS + _TOKEN_AND_PARAMETER_SECONDS * parameters
+        steps = arm.steps * arm.updates_multiplier
+        batch = arm.workers * arm.batch_size * arm.batch_multiplier
+        seconds += steps * max(_STEP_SECONDS, batch * arm.sequence_length * token_seconds)
+        size = arm.pretraining_batch_size or arm.batch_size
+        beginning = (task.seed, parameters, arm.pretraining_steps, size, arm.steps, repr(arm.pretraining_config))
+        beginnings[beginning] = arm.pretraining_steps * size * arm.sequence_length * token_seconds
+    return seconds + sum(beginnings.values())
+
+
+_MPS = "nvidia-cuda-mps-control"
+_MPS_FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+_MPS_RUNNING = Path("/tmp/nvidia-mps/control")  # where NVIDIA's service listens unless it is told otherwise
+_MPS_SECONDS = 60.0
+
+
+@contextmanager
+def gpu_shared(say: Say) -> Iterator[None]:
+    """Run NVIDIA's Multi-Process Service for the processes that are started here, and end it after them.
+
+    Without it processes take turns on the GPU. One that runs already is used and left alone.
+    """
+    control = shutil.which(_MPS)
+    if control is None:
+        say(f"{_MPS} is not installed: the processes take turns on the GPU")
+    if control is None or _MPS_FOLDERS[0] in os.environ or _MPS_RUNNING.exists():
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="diloco-mps-") as folder:
+        own = dict.fromkeys(_MPS_FOLDERS, folder)
+        started = subprocess.run([control, "-d"], env=os.environ | own, timeout=_MPS_SECONDS, check=False)
+        if started.returncode:
+            say(f"{_MPS} -d failed ({started.returncode}): the processes take turns on the GPU")
+            yield
+            return
+        os.environ.update(own)  # for the processes that are started from here on
+        try:
+            yield
+        finally:
+            subprocess.run([control], input=b"quit\n", timeout=_MPS_SECONDS, check=False)
+            for name in _MPS_FOLDERS:
+                del os.environ[name]
+
+
 @final
 @dataclass(frozen=True)
 class Conditions:
@@ -176,6 +238,8 @@ class Runner:
     def __enter__(self) -> Self:
         self._stop = self._stack.enter_context(stop_on_signals())
         if self.conditions.processes > 1:
+            if torch.device(self.conditions.device).type == "cuda":
+                self._stack.enter_context(gpu_shared(self._say))
             self._start()
         return self
 
@@ -197,6 +261,8 @@ class Runner:
                 "depends on has changed (--any-code counts them as finished)"
             )
         vocab_size = conditions.texts.scale.vocab_size
+        if todo and torch.device(conditions.device).type == "cuda":
+            say(f"about {_duration(seconds_on_an_h200(todo, vocab_size))} on an H200; other GPUs differ")
         account = _Account([cost(task.arm, vocab_size) for task in todo], say)
         if self._processes:
             self._spread(todo, account)
