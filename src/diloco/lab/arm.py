@@ -82,9 +82,9 @@ class Arm:
     slow: Literal["wait", "fewer_steps"] = "wait"
     """What a speed below 1 means: the others wait in every round, or that worker takes fewer steps in a round."""
     step_seconds: float = 0.1
-    """Of an inner step at speed 1, for the simulated clock."""
+    """Seconds of an inner step at speed 1, for the simulated clock."""
     bits_per_second: float = 1e9
-    """Of each worker's link, for the simulated clock."""
+    """Bandwidth of each worker's link, for the simulated clock."""
     latency_seconds: float = 0.0
     eval_points: int = 20
     """Points of the validation curve, at rounds."""
@@ -281,23 +281,23 @@ class ArmResult:
     """Simulated seconds spent on inner steps as a share of all; mean over the workers."""
     statistics: tuple[RoundStatistics, ...]
     tokens: int
-    """Of all workers, pre-training not included."""
+    """Tokens that all workers trained on, pre-training not included."""
     parameters: int
     seconds: float
-    """Of this computer, pre-training not included."""
+    """Seconds that this computer took, pre-training not included."""
     replica_step_seconds: float
     """Seconds of this computer for an inner step of one replica, rounds included; evaluations and compiling not."""
     memory_bytes: int | None
     """Most GPU memory in use; None on a CPU."""
     how: str
-    """How the replicas were computed: "stacked 8", "sequential", …"""
+    """Way in which the replicas were computed: "stacked 8", "sequential", …"""
     corpus: str
     """The corpus's digest."""
     version: str
-    """Of this package."""
+    """Version of this package."""
     machine: Mapping[str, Any]
     anchor_digest: str = ""
-    """Of the outer parameters at the end; empty for data_parallel."""
+    """Digest of the outer parameters at the end; empty for data_parallel."""
 
     @property
     def loss(self) -> float:

@@ -44,7 +44,7 @@ class Measured:
         return math.exp(self.losses[arm])
 
     def change(self, arm: str, reference: str) -> float:
-        """By which part the perplexity of `arm` is above the reference's: 0.02 is 2 % worse."""
+        """Relative change of perplexity from `reference` to `arm`: 0.02 is 2 % worse."""
         return math.expm1(self.losses[arm] - self.losses[reference])
 
     def window_kept(self, arm: str, one_worker: str, data_parallel: str) -> float:
@@ -63,7 +63,7 @@ class Claim:
 
     text: str
     published: str
-    """What the paper measured, in the same unit as `value` where it gives one."""
+    """The paper's measurement, in the same unit as `value` where it gives one."""
     value: Callable[[Measured], float]
     unit: Literal["%", ""] = "%"
     """%: the value is a part, such as a relative change of perplexity, and is shown as a percentage."""

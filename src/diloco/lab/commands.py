@@ -17,7 +17,6 @@ from diloco.lab.results import TUNING_SEED, ResultFolder, Setting, Tuned, key_of
 from diloco.lab.run_options import RunOptions
 from diloco.lab.runs import Conditions, Runner, Say, Task, Texts, check_seeds, code_of, setting_of, tasks_of
 from diloco.lab.scales import Scale, scale_of
-from diloco.lab.template import TEMPLATE
 from diloco.lab.tuning import Place, best
 from diloco.own_command import command
 
@@ -67,7 +66,8 @@ def tune(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> Sc
 
     What one experiment found is what the next one begins with: the inner rate of t2, say, is that of f6.
     """
-    texts, scale = _texts(options), scale_of(options.scale)
+    texts = _texts(options)
+    scale = scale_of(options.scale)
     seeds = tuning_seeds(options)
     for experiment in experiments:
         if experiment.tuning is None:
@@ -112,7 +112,8 @@ def search(
             say("there was no time for all candidates: run the same command again to continue")
             return scale
         for experiment, made, place in wanted:
-            arm, digest = made.arm(place), setting.texts[experiment.text]
+            arm = made.arm(place)
+            digest = setting.texts[experiment.text]
             losses = [one.result.loss for seed in seeds if (one := folder.read(key_of(arm, seed, digest)))]
             found[experiment.name, made.name][place] = statistics.mean(losses)
     for experiment, made in searches:
@@ -161,6 +162,56 @@ def report(folder: Path, names: Sequence[str], to: Path | None, say: Say) -> Non
             reason = f"; {one.reason}" if one.reason else ""
             say(f"{one.verdict:14} {one.claim.text}: {one.measured_text} (published: {one.claim.published}{reason})")
     say(f"written: {written.html}, {written.markdown}")
+
+
+TEMPLATE = '''"""NAME: say in one sentence what you want to know.
+
+    diloco lab run NAME.py --scale smoke --out runs/NAME-smoke
+    diloco lab run NAME.py --scale cpu --seeds 3 --out runs/NAME
+    diloco lab report runs/NAME NAME.py
+"""
+
+from diloco.lab.claims import Claim
+from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Similarity
+from diloco.lab.scales import Scale
+
+MINE = "less momentum"
+
+
+def arms(scale: Scale) -> Arms:
+    """Each arm is a whole method. `sync`, `outer` and `inner` are the tables of a run file (docs/configuration.md)."""
+    return {
+        MINE: scale.diloco(outer={"momentum": 0.6}),
+        "DiLoCo": scale.diloco(),
+        "data-parallel": scale.data_parallel(),
+        "one worker": scale.one_worker(),
+    }
+
+
+def claims(scale: Scale) -> tuple[Claim, ...]:
+    """What you expect, as a number for each seed: 0.01 is a perplexity 1 % higher."""
+    del scale
+    return (
+        Claim("My method beats DiLoCo", "–", lambda m: m.change(MINE, "DiLoCo"), at_most=0.0),
+        Claim("It is within 2 % of data parallelism", "–", lambda m: m.change(MINE, "data-parallel"), at_most=0.02),
+    )
+
+
+def figures(scale: Scale) -> tuple[Figure, ...]:
+    del scale
+    return (Curves("All arms"), Similarity("How alike the workers' outer gradients are", (MINE, "DiLoCo")))
+
+
+EXPERIMENT = Experiment(
+    name="NAME",
+    title="DiLoCo with less outer momentum",
+    source="an idea of mine",
+    arms=arms,
+    claims=claims,
+    figures=figures,
+)
+'''
+"""The file that `diloco lab new NAME` writes."""
 
 
 def new(name: str, say: Say) -> Path:

@@ -21,7 +21,7 @@ from diloco.lab.scales import Scale
 from diloco.lab.tuning import Search
 
 Arms = dict[str, Arm]
-"""By name, the most important first."""
+"""Arms by name, the most important first."""
 
 
 @final
@@ -89,7 +89,7 @@ class Experiment:
     file: Path | None = None
     """The file of an experiment of one's own; None for those of the package."""
     code: str = ""
-    """Of that file: what it adds to the package (code.py)."""
+    """Hash of what that file adds to the package (code.py); empty if it adds nothing."""
 
 
 def load(path: Path) -> Experiment:

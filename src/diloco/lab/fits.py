@@ -26,7 +26,8 @@ def doubling_line(names: Sequence[str], places: Mapping[str, tuple[float, ...]],
 
     `names` are those of the numbers, such as H; `places` gives the numbers of each arm.
     """
-    points, losses = list[Sequence[float]](), list[float]()
+    points = list[Sequence[float]]()
+    losses = list[float]()
     for arm, values in places.items():
         for result in results.get(arm, ()):
             points.append((1.0, *(math.log2(value) for value in values)))
@@ -112,7 +113,8 @@ def lowest_of_parabola(x: Sequence[float], y: Sequence[float]) -> float:
 
 def left_out_errors(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """The root mean square error of a line through all other points, and that of the mean of all other points."""
-    by_line, by_mean = [], []
+    by_line = []
+    by_mean = []
     for index in range(len(x)):
         others_x = [value for other, value in enumerate(x) if other != index]
         others_y = [value for other, value in enumerate(y) if other != index]

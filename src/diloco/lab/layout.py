@@ -42,7 +42,8 @@ class Layout:
         """The matrices of the blocks as they are multiplied, in order: [outputs, inputs] by label."""
         found: dict[str, tuple[int, int]] = {}
         for layer in range(config.num_layers):
-            base, place = f"model.layers.{layer}.", self.places
+            base = f"model.layers.{layer}."
+            place = self.places
             names = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
             in_order = [place[f"{base}{name}_proj.weight"] for name in names]
             assert all(a[0] + a[1].numel() == b[0] for a, b in pairwise(in_order))

@@ -93,7 +93,8 @@ class ResultFolder:
             for role in found.texts.keys() & setting.texts.keys():
                 if found.texts[role] != setting.texts[role]:
                     raise ConfigError(self._other(role, found.described[role], setting.described[role]))
-            texts, described = found.texts | setting.texts, found.described | setting.described
+            texts = found.texts | setting.texts
+            described = found.described | setting.described
             setting = Setting(setting.scale, texts, described)
         (self.folder / RESULTS).mkdir(parents=True, exist_ok=True)
         write_file(path, (json.dumps(asdict(setting), indent=1) + "\n").encode())

@@ -9,9 +9,11 @@ import math
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,7 +41,7 @@ from diloco.lab.scales import Scale
 from diloco.lab.simulation.checkpoint import Interrupted, Saving
 from diloco.lab.simulation.domains import DOMAINS, library_domains
 from diloco.lab.simulation.simulator import simulate
-from diloco.lab.stopping import signals_held, stop_on_signals, stop_with_parent
+from diloco.training.processes.local_process import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class Task:
     """One arm with one seed."""
 
     key: str
-    """Of the result, but for the code."""
+    """Key of the result, without its code."""
     code: str
     """The code that the result depends on (code.py)."""
     name: str
@@ -199,7 +201,7 @@ class Conditions:
     """Begin no arm after this many."""
     processes: int = 1
     how: str = "auto"
-    """How replicas are computed (ways.py)."""
+    """How replicas are computed (`build` of simulation/simulator.py)."""
     save_seconds: float = SAVE_SECONDS
     """How often an arm in progress is saved."""
     any_code: bool = False
@@ -248,7 +250,8 @@ class Runner:
 
     def run(self, tasks: Sequence[Task]) -> int:
         """Run what is not finished; the number of tasks that remain."""
-        conditions, say = self.conditions, self._say
+        conditions = self.conditions
+        say = self._say
         todo = [task for task in tasks if not conditions.is_finished(task)]
         for task in tasks:
             if conditions.is_finished(task):  # and a run may have ended before its checkpoint was removed
@@ -327,7 +330,8 @@ class _Account:
     """Says what is done and how long the rest will take."""
 
     def __init__(self, costs: list[float], say: Say) -> None:
-        self.costs, self.say = costs, say
+        self.costs = costs
+        self.say = say
         self.done: list[int] = []
         self.failures: list[str] = []
         self._started = time.monotonic()
@@ -385,7 +389,8 @@ def _attempt(run: Conditions, task: Task, stop: Callable[[], bool], tell: Say) -
     if torch.device(run.device).type == "cpu":
         torch.set_num_threads(run.texts.scale.threads)
     name = f"{task.name}, seed {task.seed}"
-    saving, corpus = Saving(run.checkpoint(task), run.save_seconds, stop), run.texts.open(task.text)
+    saving = Saving(run.checkpoint(task), run.save_seconds, stop)
+    corpus = run.texts.open(task.text)
     try:
         result = simulate(
             task.arm, task.seed, corpus, run.device,
@@ -406,7 +411,8 @@ class _Teller:
     """Says every ten seconds how far an arm is."""
 
     def __init__(self, name: str, tell: Say) -> None:
-        self._name, self._tell = name, tell
+        self._name = name
+        self._tell = tell
         self._phase = ""
         self._began = (0.0, 0)
         self._next = time.monotonic() + _TOLD_SECONDS
@@ -414,14 +420,63 @@ class _Teller:
     def __call__(self, progress: Progress) -> None:
         now = time.monotonic()
         if progress.phase != self._phase:
-            self._phase, self._began = progress.phase, (now, progress.step)
+            self._phase = progress.phase
+            self._began = (now, progress.step)
         if now < self._next:
             return
         self._next = now + _TOLD_SECONDS
-        seconds, taken = now - self._began[0], progress.step - self._began[1]
+        seconds = now - self._began[0]
+        taken = progress.step - self._began[1]
         left = f", about {_duration(seconds / taken * (progress.steps - progress.step))} left" if taken > 0 else ""
         where = "" if progress.phase == "training" else f" of the {progress.phase}"
         self._tell(f"{self._name}: step {progress.step:,} of {progress.steps:,}{where}{left}")
+
+
+# Ctrl-C
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Says whether a signal has come. In another thread than the main one no signal can: it always says no."""
+    came = False
+
+    def stop(*_: object) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    here = threading.current_thread() is threading.main_thread()
+    heard = [one for one in STOP_SIGNALS if here and signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, stop) for one in heard}
+    try:
+        yield lambda: came
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Processes that are started here hear no signal before they call `stop_with_parent`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stop_with_parent(stopping: Event) -> Callable[[], bool]:
+    """For a process of the run: the terminal's Ctrl-C is the parent's to hear, which says so with `stopping`."""
+    for one in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    return lambda: stopping.is_set() or not parent.is_alive()
+
+
+# What is printed
 
 
 def print_line(line: str) -> None:

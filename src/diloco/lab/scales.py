@@ -49,7 +49,7 @@ class Scale:
     """Fields of ModelConfig but the vocabulary."""
     vocab_size: int
     text_bytes: int | None
-    """Of the default text, stdlib; None: all of it."""
+    """The most that is read of the default text, stdlib; None: all of it."""
     workers: int
     steps: int
     pretraining_steps: int
@@ -57,21 +57,21 @@ class Scale:
     batch_size: int
     sequence_length: int
     replicas: tuple[int, ...]
-    """Of Table 3."""
+    """The numbers of workers of Table 3."""
     eval_windows: int
     warmup_steps: int
     pretraining_lr: float
     data_parallel_lr: float
-    """With `workers` times the batch."""
+    """Inner rate of data parallelism, with `workers` times the batch."""
     one_worker_lr: float
     inner_lr: float
-    """Of DiLoCo's workers."""
+    """Inner rate of DiLoCo's workers."""
     outer_lr: float
     outer_momentum: float
     final_lr_ratio: float = 0.05
     eval_points: int = 20
     threads: int = 1
-    """Of a process on a CPU: small matrices gain nothing from more, and lose on a busy machine."""
+    """CPU threads of a process: small matrices gain nothing from more, and lose on a busy machine."""
     smoke: bool = False
     """Only to see that everything runs: its numbers mean nothing, and no claim is judged by them."""
     tuned: bool = True

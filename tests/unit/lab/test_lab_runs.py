@@ -21,12 +21,12 @@ from diloco.lab import commands, runs, scales
 from diloco.lab.__main__ import main
 from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.code import code_of_file
+from diloco.lab.commands import TEMPLATE
 from diloco.lab.experiment import load
 from diloco.lab.experiments import EXPERIMENTS
 from diloco.lab.report.writing import write_report
 from diloco.lab.results import ResultFolder
 from diloco.lab.run_options import RunOptions
-from diloco.lab.template import TEMPLATE
 from diloco.lab.tuning import INNER_LRS
 
 T2, F8 = EXPERIMENTS["t2"], EXPERIMENTS["f8"]

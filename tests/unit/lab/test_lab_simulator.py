@@ -9,11 +9,11 @@ import torch
 
 from diloco.data.corpus import Corpus
 from diloco.lab.arm import Arm, ArmResult
-from diloco.lab.simulation import pretraining, ways
+from diloco.lab.simulation import pretraining
 from diloco.lab.simulation.batches import Text
 from diloco.lab.simulation.presence import paces, presence
 from diloco.lab.simulation.replicas import Sequential, Task, fresh, learning_rates
-from diloco.lab.simulation.simulator import simulate
+from diloco.lab.simulation.simulator import choose, simulate
 from diloco.lab.simulation.stacked import Stacked
 from diloco.lab.simulation.synthetic import synthetic_corpus
 from diloco.training.config.run import InnerConfig
@@ -128,7 +128,7 @@ def test_a_shared_beginning_is_trained_once(corpus: Corpus, tmp_path: Path) -> N
 def test_the_way_to_compute_follows_from_the_size_and_the_kind_of_device(
     device: str, parameters: int, expected: str
 ) -> None:
-    assert ways.choose(parameters, torch.device(device)) == expected
+    assert choose(parameters, torch.device(device)) == expected
 
 
 def test_two_folders_compute_one_seed_in_one_way_and_give_the_same_bits(corpus: Corpus, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Experiment, Figure, Similarity
 from diloco.lab.scales import Scale
 
-IID, OTHER, OTHER_4 = "i.i.d.", "non-i.i.d.", "non-i.i.d., 4 workers"
+IID = "i.i.d."
+OTHER = "non-i.i.d."
+OTHER_4 = "non-i.i.d., 4 workers"
 
 
 def _lengths(scale: Scale) -> tuple[int, int, int]:

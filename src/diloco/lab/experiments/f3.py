@@ -5,7 +5,7 @@ from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
 
 PARTS = (None, 0.0, 1 / 6, 0.5)
-"""Of all steps; None: the scale's usual number. The paper's 0, 12k, 24k and 48k of 88k are 0, 0.14, 0.27 and 0.55."""
+"""Shares of all steps; None: the scale's usual number. The paper has 0, 0.14, 0.27 and 0.55."""
 
 
 def _steps(scale: Scale, part: float | None) -> int:
@@ -21,12 +21,14 @@ def _name(steps: int) -> str:
 
 
 def arms(scale: Scale) -> Arms:
-    total, counts = scale.pretraining_steps + scale.steps, [_steps(scale, part) for part in PARTS]
+    total = scale.pretraining_steps + scale.steps
+    counts = [_steps(scale, part) for part in PARTS]
     return {_name(first): scale.diloco(pretraining_steps=first, steps=total - first) for first in counts}
 
 
 def claims(scale: Scale) -> tuple[Claim, ...]:
-    usual, fewer = _name(scale.pretraining_steps), _steps(scale, 1 / 6)
+    usual = _name(scale.pretraining_steps)
+    fewer = _steps(scale, 1 / 6)
     return (
         Claim(
             "DiLoCo from scratch is within 2 % of DiLoCo after pre-training",

@@ -8,9 +8,10 @@ from diloco.lab.report.pages import Block
 from diloco.lab.scales import Scale
 
 FACTORS = (1.0, 1 / 2, 10.0, 1 / 3, 5.0, 1 / 5)
-"""Of the scale's H; the paper has 50 to 2,000 around its 500."""
-SHORT, LONG = 1 / 2, 10.0
-"""Twenty times apart, as the paper's 50 and 1,000."""
+"""Multiples of the scale's H; the paper has 50 to 2,000 around its 500."""
+SHORT = 1 / 2
+LONG = 10.0
+"""The two lengths that are compared: twenty times apart, as the paper's 50 and 1,000."""
 
 
 def _lengths(scale: Scale) -> list[int]:

@@ -4,9 +4,12 @@ from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
-IID, OTHER = "8 workers, i.i.d.", "8 workers, non-i.i.d."
-IID_4, OTHER_4 = "4 workers, i.i.d.", "4 workers, non-i.i.d."
-ONE, DROPPED = "1× baseline", "8 workers, non-i.i.d., 50 % dropped"
+IID = "8 workers, i.i.d."
+OTHER = "8 workers, non-i.i.d."
+IID_4 = "4 workers, i.i.d."
+OTHER_4 = "4 workers, non-i.i.d."
+ONE = "1× baseline"
+DROPPED = "8 workers, non-i.i.d., 50 % dropped"
 
 
 def arms(scale: Scale) -> Arms:

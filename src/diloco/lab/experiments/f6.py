@@ -7,7 +7,10 @@ from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 from diloco.lab.tuning import MOMENTA, OUTER_LRS, Search
 
-NESTEROV, SGD, SGDM, ADAM = "Nesterov", "SGD (FedAvg)", "SGDM", "Adam (FedOpt)"
+NESTEROV = "Nesterov"
+SGD = "SGD (FedAvg)"
+SGDM = "SGDM"
+ADAM = "Adam (FedOpt)"
 KINDS = {SGD: "sgd", SGDM: "sgdm", ADAM: "adam"}
 
 

@@ -4,7 +4,8 @@ from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
-LOCAL, ALL = "constant local (1)", "constant distributed (8)"
+LOCAL = "constant local (1)"
+ALL = "constant distributed (8)"
 SCHEDULES = {
     "doubling (4, 8)": (4, 8),
     "halving (8, 4)": (8, 4),

@@ -6,7 +6,8 @@ from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 from diloco.lab.tuning import MOMENTA, OUTER_LRS, Search
 
-ONE, OUTER = "1× baseline", "one worker with outer steps"
+ONE = "1× baseline"
+OUTER = "one worker with outer steps"
 
 
 def _arm(scale: Scale, lr: float, momentum: float) -> Arm:

@@ -5,7 +5,8 @@ from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
 LIAR = (7,)
-PLAIN, CLIPPED = "mean", "clipped"
+PLAIN = "mean"
+CLIPPED = "clipped"
 
 
 def _hostile(merge: str) -> str:

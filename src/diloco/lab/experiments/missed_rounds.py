@@ -69,7 +69,9 @@ def arms(scale: Scale) -> Arms:
 def claims(scale: Scale) -> tuple[Claim, ...]:
     values = plan(scale)
     k = scale.workers if scale.workers in values.workers else max(values.workers)
-    most, low, high = max(values.dropped), min(values.momenta), max(values.momenta)
+    most = max(values.dropped)
+    low = min(values.momenta)
+    high = max(values.momenta)
     middle = values.momenta[-2]
     made = [
         Claim(
@@ -204,7 +206,9 @@ def _error_at_unseen_k(found: Sequence[Cost]) -> str:
 
 def _best_momentum(scale: Scale, results: Results) -> list[Block]:
     values = plan(scale)
-    rows, cosines, best = [], [], []
+    rows = []
+    cosines = []
+    best = []
     for k in values.workers:
         for part in values.dropped:
             for rule in values.rules if part else values.rules[:1]:

@@ -9,7 +9,10 @@ from diloco.lab.scales import Scale
 from diloco.lab.tuning import INNER_LRS, Search
 
 PRETRAINING_LR = 4e-3
-ADAMW, ADAMW_DP, MUON, MUON_DP = "AdamW, DiLoCo", "AdamW, data-parallel", "Muon, DiLoCo", "Muon, data-parallel"
+ADAMW = "AdamW, DiLoCo"
+ADAMW_DP = "AdamW, data-parallel"
+MUON = "Muon, DiLoCo"
+MUON_DP = "Muon, data-parallel"
 
 
 def _muon(scale: Scale, lr: float) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from diloco.lab.experiments import f9
 from diloco.lab.scales import Scale
 from diloco.lab.tuning import INNER_LRS, MOMENTA, OUTER_LRS, Search
 
-ONE, BATCH, ALONE = "one worker", "8× batch, data-parallel", "one worker with outer steps"
+ONE = "one worker"
+BATCH = "8× batch, data-parallel"
+ALONE = "one worker with outer steps"
 
 
 def lengths(scale: Scale) -> tuple[int, int, int]:

@@ -6,14 +6,17 @@ from diloco.lab.claims import Claim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
-PLAIN, HALF, GROWING = "DiLoCo", "half of H", "half of H, growing (QSR)"
+PLAIN = "DiLoCo"
+HALF = "half of H"
+GROWING = "half of H, growing (QSR)"
 WARM, DECAY, LAST, ALL = (
     "momentum warms up",
     "momentum decays",
     "last round a plain mean",
     "all three of the outer step",
 )
-MOMENTS, RARELY = "second moments, every round", "second moments, every 6th"
+MOMENTS = "second moments, every round"
+RARELY = "second moments, every 6th"
 
 
 def _half(scale: Scale) -> int:

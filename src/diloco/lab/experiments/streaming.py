@@ -7,9 +7,15 @@ from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.experiments import eager
 from diloco.lab.scales import Scale
 
-PLAIN, STREAMING, OVERLAP, BITS = "DiLoCo", "streaming", "streaming + overlap", "streaming + overlap + 4-bit"
-MANY, IN_ORDER = "streaming, a fragment a block", "streaming, neighbouring blocks together"
-FOUR, EAGER, DELAYED = "4-bit", "eager", "delayed"
+PLAIN = "DiLoCo"
+STREAMING = "streaming"
+OVERLAP = "streaming + overlap"
+BITS = "streaming + overlap + 4-bit"
+MANY = "streaming, a fragment a block"
+IN_ORDER = "streaming, neighbouring blocks together"
+FOUR = "4-bit"
+EAGER = "eager"
+DELAYED = "delayed"
 LARGEST = {STREAMING: 0.01, MANY: 0.01, IN_ORDER: 0.01, OVERLAP: 0.02, BITS: 0.02, FOUR: 0.01, EAGER: 0.03}
 PUBLISHED_LOSS = {PLAIN: 2.67, OVERLAP: 2.67, EAGER: 2.69, DELAYED: 3.01}
 """At 500M (arXiv 2502.12996), in nats."""

@@ -5,7 +5,10 @@ from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 from diloco.lab.tuning import INNER_LRS, MOMENTA, OUTER_LRS, Search
 
-ONE, BATCH, UPDATES, DILOCO = "1× baseline", "8× batch", "8× updates", "DiLoCo"
+ONE = "1× baseline"
+BATCH = "8× batch"
+UPDATES = "8× updates"
+DILOCO = "DiLoCo"
 
 
 def arms(scale: Scale) -> Arms:

@@ -29,7 +29,8 @@ def arms(scale: Scale) -> Arms:
 
 def claims(scale: Scale) -> tuple[Claim, ...]:
     short, _, long = _lengths(scale)
-    fewest, most = min(_counts(scale)), max(_counts(scale))
+    fewest = min(_counts(scale))
+    most = max(_counts(scale))
     return (
         Claim(
             f"A longer H costs more with more workers (H = {long} against {short}, k = {most} against {fewest})",

@@ -15,14 +15,14 @@ from typing import final
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError, install_hint
 from diloco.lab.claims import FEWEST_SEEDS, Judgement, correct, half_width
-from diloco.lab.experiment import Experiment
+from diloco.lab.experiment import Curves, Experiment, Figure, Similarity, Sweep
 from diloco.lab.experiments import regime, t2
 from diloco.lab.report.pages import Block, Drawing, Grid, Heading, Text, as_html, as_markdown
-from diloco.lab.report.panels import panel_of
 from diloco.lab.report.summary import ArmSummary, Summary, Window, regime_check, summarise, windows_of
 from diloco.lab.results import TUNING_SEED, ResultFolder, Setting
 from diloco.lab.scales import Scale, scale_of
 from diloco.plots.figures import as_svg, check_installed, draw
+from diloco.plots.panels import Panel, Series
 
 PAPER = (
     "The paper trains 60M to 400M parameters on web text: 24,000 pre-training steps and 64,000 more, batches of "
@@ -46,7 +46,8 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
     if find_spec("scipy") is None:
         raise ConfigError(f"a report needs the package scipy, for its tests: {install_hint('lab')}")
     results = ResultFolder(folder)
-    setting, target = results.setting(), to or folder
+    setting = results.setting()
+    target = to or folder
     scale = scale_of(setting.scale)
     summaries = [
         summarise(one, scale, results, setting.texts[one.text]) for one in experiments if one.text in setting.texts
@@ -64,7 +65,8 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
     blocks += _tuning(results)
     target.mkdir(parents=True, exist_ok=True)
     title = f"The laboratory's report, scale {scale.name}"
-    html, markdown = target / "report.html", target / "report.md"
+    html = target / "report.html"
+    markdown = target / "report.md"
     write_file(html, as_html(title, blocks).encode())
     for block in blocks:
         if isinstance(block, Drawing):
@@ -258,3 +260,81 @@ def _share(values: Sequence[float]) -> str:
 def _with_spread(arm: ArmSummary) -> str:
     spread = arm.spread
     return f"{arm.perplexity:.2f}" if spread is None else f"{arm.perplexity:.2f} ± {spread:.2f}"
+
+
+# The figures, as panels (plots/panels.py)
+
+
+_PERPLEXITY = "validation perplexity"
+
+
+def panel_of(figure: Figure, summary: Summary) -> Panel | None:
+    """None if no arm of it has been run."""
+    if isinstance(figure, Sweep):
+        return _sweep(figure, summary)
+    arms = [arm for arm in summary.arms if not figure.arms or arm.name in figure.arms]
+    if figure.arms:
+        arms.sort(key=lambda arm: figure.arms.index(arm.name))
+    if not arms:
+        return None
+    return _curves(figure, arms) if isinstance(figure, Curves) else _similarity(figure, arms)
+
+
+def _curves(figure: Curves, arms: list[ArmSummary]) -> Panel:
+    """Perplexity over the steps, without the first tenth, which would flatten the rest."""
+    series = []
+    for arm in arms:
+        points = arm.curve()
+        begins = arm.results[0].arm.pretraining_steps
+        multiplier = arm.results[0].arm.updates_multiplier
+        last = points[-1][0]
+        shown = [point for point in points if point[0] >= 0.1 * last]
+        x = [begins + step / multiplier for step, *_ in shown]
+        series.append(
+            Series(arm.name, x, [m for _, m, _, _ in shown], [a for *_, a, _ in shown], [b for *_, b in shown])
+        )
+    return Panel(figure.title or "The curves", "step, pre-training included", _PERPLEXITY, series)
+
+
+def _similarity(figure: Similarity, arms: list[ArmSummary]) -> Panel:
+    series = []
+    for arm in arms:
+        rows = arm.similarity()
+        mean = [c for _, c, _ in rows]
+        spread = [s for *_, s in rows]
+        low = [c - s for c, s in zip(mean, spread, strict=True)]
+        high = [c + s for c, s in zip(mean, spread, strict=True)]
+        series.append(Series(arm.name, [step for step, *_ in rows], mean, low, high))
+    return Panel(figure.title, "step after pre-training", "cosine of outer gradients", series)
+
+
+def _sweep(figure: Sweep, summary: Summary) -> Panel | None:
+    reference = summary.arms[0] if summary.arms else None
+    series = []
+    for line, places in figure.lines.items():
+        arms = [(x, arm) for name, x in places.items() if (arm := summary.arm(name)) is not None]
+        arms.sort(key=lambda one: one[0])
+        if not arms or reference is None:
+            continue
+        points = [_change(arm, reference) if figure.relative else _perplexities(arm) for _, arm in arms]
+        middle = [point[0] for point in points]
+        low = [point[1] for point in points]
+        high = [point[2] for point in points]
+        series.append(Series(line, [x for x, _ in arms], middle, low, high, marker="o"))
+    if not series or reference is None:
+        return None
+    label = f"against {reference.name}, %" if figure.relative else _PERPLEXITY
+    ticks = sorted({float(x) for one in series for x in one.x if x is not None})
+    return Panel(figure.title, figure.x_label, label, series, x_log=figure.x_log, x_ticks=ticks)
+
+
+def _change(arm: ArmSummary, reference: ArmSummary) -> tuple[float, float, float]:
+    """The change of perplexity in per cent, and the ends of its 95 % interval."""
+    mean, half = arm.change_against(reference)
+    half = 0.0 if math.isinf(half) else half
+    return 100 * mean, 100 * (mean - half), 100 * (mean + half)
+
+
+def _perplexities(arm: ArmSummary) -> tuple[float, float, float]:
+    values = [one.perplexity for one in arm.results]
+    return arm.perplexity, min(values), max(values)

@@ -44,7 +44,7 @@ class Text:
         return self.shards[worker :: arm.workers] if arm.workers <= count else [self.shards[worker % count]]
 
     def weight(self, arm: Arm, worker: int) -> float:
-        """Of a worker's contributions: 1, or the tokens that it reads."""
+        """Weight of a worker's contributions: 1, or the tokens that it reads."""
         return 1.0 if arm.data == "iid" else float(sum(stop - start for start, stop in self.ranges(arm, worker)))
 
     def windows(self, ranges: Ranges, steps: int, size: int, length: int, seed: Sequence[int]) -> NDArray[np.int64]:
@@ -64,7 +64,7 @@ class Text:
         return self.tokens[places[..., None] + torch.arange(length + 1, device=self.device)].long()
 
     def validation(self, windows: int, length: int) -> Tensor:
-        """At even distances: [rows, length + 1]."""
+        """Validation windows at even distances: [rows, length + 1]."""
         rows = min(windows, (len(self._validation) - 1) // length)
         if rows < 1:
             raise DataError(f"the validation text has {len(self._validation)} tokens, a window {length + 1}")
@@ -75,7 +75,7 @@ class Text:
 
 @lru_cache(maxsize=2)
 def _tokens(folder: str, digest: str, device: str) -> Tensor:
-    """On the device, for all arms of a process."""
+    """The corpus's tokens on the device, kept for all arms of a process."""
     del digest  # part of the key: a folder that was prepared anew is read anew
     corpus = Corpus.open(Path(folder))
     shards = [np.asarray(corpus.shard(index)).astype(np.int32) for index in range(corpus.shards)]

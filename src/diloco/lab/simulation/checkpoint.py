@@ -49,7 +49,7 @@ class State:
 
 
 def fitting(arm: Arm, seed: int, corpus: str, how: str, device: torch.device) -> dict[str, str]:
-    """By which a checkpoint is recognised as one of this run."""
+    """What a checkpoint must have in its metadata to be one of this run."""
     versions = {"torch": torch.__version__, "code": code_version()}
     return {"arm": arm.key(), "seed": str(seed), "text": corpus, "way": how, "device": device.type} | versions
 
@@ -59,7 +59,9 @@ class Saving:
     """Where an arm in progress is saved, and when: every so many seconds, and when it is to stop."""
 
     def __init__(self, path: Path, seconds: float = SAVE_SECONDS, stop: Callable[[], bool] = lambda: False) -> None:
-        self.path, self._seconds, self.stop = path, seconds, stop
+        self.path = path
+        self._seconds = seconds
+        self.stop = stop
         self.resumed_at = 0
         """The step from which the arm went on; 0: from the beginning."""
         self._next = time.monotonic() + seconds

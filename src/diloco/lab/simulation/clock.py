@@ -19,11 +19,12 @@ _SAVED = ("taken", "times", "compute", "absent", "link_free")
 
 
 class Clock:
-    """Of all workers of a simulation, in seconds; `paces` is their speed in each step (presence.py)."""
+    """The times of all workers of a simulation, in seconds; `paces` is their speed in each step (presence.py)."""
 
     def __init__(self, arm: Arm, paces: Paces) -> None:
         self._link: NetworkLink = arm.link
-        self._paces, self._taken = paces, 0
+        self._paces = paces
+        self._taken = 0
         self._nominal = arm.step_seconds
         self._step = [arm.step_seconds] * arm.workers
         self._times = [0.0] * arm.workers

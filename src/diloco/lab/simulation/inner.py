@@ -19,7 +19,8 @@ from diloco.training.inner import MUON_MOMENTUM
 
 _EPSILON = 1e-8  # AdamW's
 _MUON = (3.4445, -4.7750, 2.0315)  # the coefficients and the number of torch.optim.Muon's iterations
-_MUON_STEPS, _MUON_EPSILON = 5, 1e-7
+_MUON_STEPS = 5
+_MUON_EPSILON = 1e-7
 _CLIP_EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
@@ -30,7 +31,8 @@ class StackedInner:
         self, config: InnerConfig, layout: Layout, flat: Tensor, beginning: Beginning, *, masked: bool
     ) -> None:
         """`masked`: some steps will have replicas that are not active."""
-        self.config, self._layout = config, layout
+        self.config = config
+        self._layout = layout
         muon = config.optimizer == "muon"
         self._adamw: list[tuple[slice, float]] = [(slice(0, layout.vectors[0]), config.weight_decay)]
         if muon:
@@ -66,13 +68,15 @@ class StackedInner:
 
     def update(self, flat: Tensor, gradient: Tensor, rate: Tensor) -> None:
         """flat ← one step along the gradient [k, N], clipped for each replica, with the learning rate [1]."""
-        config, active = self.config, self._active if self._masked else None
+        config = self.config
+        active = self._active if self._masked else None
         if active is None:
             self._steps.add_(1)
         else:
             self._steps.add_(active)
         factor = None if config.clip_norm is None else self._norms(gradient, config.clip_norm)
-        m, v = self._state["exp_avg"], self._state["exp_avg_sq"]
+        m = self._state["exp_avg"]
+        v = self._state["exp_avg_sq"]
         for part, decay in self._adamw:
             self._update(
                 flat[:, part], gradient[:, part], m[:, part], v[:, part], self._steps, rate, factor, active,
@@ -83,7 +87,8 @@ class StackedInner:
 
     def _muon(self, names: list[str], flat: Tensor, gradient: Tensor, rate: Tensor, factor: Tensor | None) -> None:
         """The matrices of one shape, of all layers and replicas, in one batch."""
-        config, k = self.config, len(flat)
+        config = self.config
+        k = len(flat)
         momentum = MUON_MOMENTUM if config.momentum is None else config.momentum
         theta, g, buffer = (self._matrices(names, one) for one in (flat, gradient, self._state["momentum_buffer"]))
         ready = []
@@ -137,7 +142,7 @@ class StackedInner:
 
 
 def clip_factors(gradient: Tensor, largest: float) -> Tensor:
-    """By which each replica's gradient [k, N] is multiplied so that its norm is at most `largest`: [k, 1]."""
+    """Factors [k, 1] that bring the norm of each replica's gradient [k, N] to at most `largest`."""
     norms = gradient.square().sum(1, keepdim=True).sqrt()
     return (largest / (norms + _CLIP_EPSILON)).clamp(max=1.0)
 
@@ -150,7 +155,8 @@ def adamw_(
     g = gradient if factor is None else gradient * factor
     new_m = m + (g - m) * (1 - beta1)
     new_v = v * beta2 + g * g * (1 - beta2)
-    m_scale, v_scale = 1 - beta1**steps, (1 - beta2**steps).sqrt()
+    m_scale = 1 - beta1**steps
+    v_scale = (1 - beta2**steps).sqrt()
     moved = theta * (1 - rate * decay) - (rate / m_scale) * new_m / (new_v.sqrt() / v_scale + _EPSILON)
     if active is not None:
         new_m, new_v, moved = (torch.where(active, a, b) for a, b in ((new_m, m), (new_v, v), (moved, theta)))

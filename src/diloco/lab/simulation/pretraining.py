@@ -47,7 +47,8 @@ def beginning(
         if path is not None and path.exists():
             found = _load(path, text.device)
         else:
-            ranges, seeds = text.ranges(arm, PRETRAINING), (seed, PRETRAINING)
+            ranges = text.ranges(arm, PRETRAINING)
+            seeds = (seed, PRETRAINING)
             places = text.windows(ranges, arm.pretraining_steps, size, arm.sequence_length, seeds)
             rates = learning_rates(arm.pretraining_config, 0, arm.pretraining_steps, total, text.device)
             task = Task(config, arm.pretraining_config, text, torch.from_numpy(places)[:, None].to(text.device), rates)

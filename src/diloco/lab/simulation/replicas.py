@@ -55,7 +55,7 @@ class Task:
 
 
 def learning_rates(config: InnerConfig, first: int, count: int, total: int, device: torch.device) -> Tensor:
-    """Of steps `first` to `first + count` of a schedule over `total` steps."""
+    """Learning rates of steps `first` to `first + count` of a schedule over `total` steps."""
     schedule = learning_rate_schedule(torch.optim.SGD([torch.zeros(1)], lr=config.lr), config, total)
     [factor] = schedule.lr_lambdas
     return torch.tensor([config.lr * factor(first + step) for step in range(count)], device=device)
@@ -91,11 +91,15 @@ class Sequential(Replicas):
     """The product's own modules and inner optimizers, one replica after another; large models compiled."""
 
     def __init__(self, task: Task, beginning: Beginning) -> None:
-        self.task, self.how, self._step, self._before = task, "sequential", 0, beginning.steps
+        self.task = task
+        self.how = "sequential"
+        self._step = 0
+        self._before = beginning.steps
         device = task.places.device
         self._precision = Precision("auto", device, ALONE)
         self.losses = torch.zeros(task.places.shape[:2], device=device)
-        self.models, self.inners = [], []
+        self.models = []
+        self.inners = []
         for _ in range(task.replicas):
             with torch.device(device):
                 model = NativeModel(task.config)
@@ -117,7 +121,8 @@ class Sequential(Replicas):
                     inner.state[parameter]["step"] = torch.tensor(float(beginning.steps), device=parameter.device)
 
     def take_step(self, active: Sequence[bool] | None = None) -> None:
-        step, rate = self._step, float(self.task.rates[self._step])
+        step = self._step
+        rate = float(self.task.rates[self._step])
         for worker, (model, inner) in enumerate(zip(self.models, self.inners, strict=True)):
             if active is not None and not active[worker]:
                 continue
@@ -154,7 +159,8 @@ class Sequential(Replicas):
         self._step = steps
 
     def saved(self) -> Beginning:
-        model, inner = self.models[0], self.inners[0]
+        model = self.models[0]
+        inner = self.inners[0]
         parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
         state: dict[str, dict[str, Tensor]] = {}
         for name, parameter in model.named_parameters():

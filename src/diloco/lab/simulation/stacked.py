@@ -37,13 +37,15 @@ class Network:
     """Hidden states of k replicas as a function of their parameters [k, N]."""
 
     def __init__(self, config: ModelConfig, layout: Layout, device: torch.device) -> None:
-        self.config, self.layout = config, layout
+        self.config = config
+        self.layout = layout
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.rotary = tuple(table.to(self.dtype) for table in rotary_tables(config, device))
 
     def hidden(self, flat: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Normalised hidden states [k, B · T, D], and the output matrix [k, V, D]."""
-        c, (k, B, T) = self.config, tokens.shape
+        c = self.config
+        (k, B, T) = tokens.shape
         outside, matrices, vectors = self._parts(flat)
         embedding = outside[:, : c.vocab_size * c.hidden_size].reshape(k * c.vocab_size, c.hidden_size)
         rows = tokens + torch.arange(k, device=tokens.device)[:, None, None] * c.vocab_size
@@ -77,7 +79,8 @@ class Network:
         rotary: tuple[Tensor, Tensor],
         shape: tuple[int, int, int],
     ) -> Tensor:
-        (k, B, T), c = shape, self.config
+        (k, B, T) = shape
+        c = self.config
 
         def project(label: str, into: Tensor) -> Tensor:
             return torch.bmm(into, matrices[f"{layer}.{label}"].transpose(1, 2))
@@ -126,7 +129,9 @@ class Stack:
 
     def __init__(self, task: Task, beginning: Beginning, first: int, stop: int, losses: Tensor) -> None:
         device = task.places.device
-        self.task, self._columns, self._losses = task, slice(first, stop), losses
+        self.task = task
+        self._columns = slice(first, stop)
+        self._losses = losses
         self.layout = Layout(task.config)
         k = stop - first
         self.flat = torch.zeros(k, self.layout.numel, device=device)

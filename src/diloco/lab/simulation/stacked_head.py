@@ -31,13 +31,16 @@ class _FusedLosses(torch.autograd.Function):
         k, R, _ = hidden.shape
         targets = targets.contiguous()
         losses = torch.empty(k, R, device=hidden.device)
-        hidden_gradient, matrix_gradient = torch.empty_like(hidden), torch.empty(matrix.shape, device=hidden.device)
-        together, rows = max(1, ROWS_AT_ONCE // R), min(R, ROWS_AT_ONCE)
+        hidden_gradient = torch.empty_like(hidden)
+        matrix_gradient = torch.empty(matrix.shape, device=hidden.device)
+        together = max(1, ROWS_AT_ONCE // R)
+        rows = min(R, ROWS_AT_ONCE)
         for one in range(0, k, together):
             here = slice(one, one + together)
             for first in range(0, R, rows):
                 some = slice(first, first + rows)
-                wanted, loss = targets[here, some].reshape(-1), losses[here, some]
+                wanted = targets[here, some].reshape(-1)
+                loss = losses[here, some]
                 logits = torch.bmm(hidden[here, some], matrix[here].transpose(1, 2))  # (replicas, rows, V)
                 flat_loss = torch.empty(wanted.numel(), device=hidden.device)
                 softmax_gradient_(logits.flatten(0, 1), wanted, flat_loss, 1.0 / R)

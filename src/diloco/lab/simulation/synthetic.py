@@ -52,7 +52,8 @@ def _chain(vocab_size: int, count: int, seed: int, domain: int) -> NDArray[np.in
     lanes = max(1, min(256, count // 256))  # chains side by side, since each is sequential
     length = -(-count // lanes)
     padded = np.resize(choices, (lanes, length))
-    state, chains = generator.integers(0, vocab_size, lanes), np.empty((lanes, length), np.int64)
+    state = generator.integers(0, vocab_size, lanes)
+    chains = np.empty((lanes, length), np.int64)
     for step in range(length):
         state = chains[:, step] = table[state, padded[:, step]]
     return chains.reshape(-1)[:count]

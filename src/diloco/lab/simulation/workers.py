@@ -31,18 +31,21 @@ class Workers:
     """All workers of one arm; `take_step` is an inner step of each, with the rounds that are due."""
 
     def __init__(self, arm: Arm, seed: int, replicas: Replicas, text: Text, clock: Clock) -> None:
-        self.arm, self.replicas, self.clock = arm, replicas, clock
+        self.arm = arm
+        self.replicas = replicas
+        self.clock = clock
         self._there = presence(arm, seed)
         self._working = working(arm, seed)
         self._all_work = bool(self._working.all())
         self._step = 0
         self.statistics: list[RoundStatistics] = []
         self.bytes_sent = 0
-        """By all workers together."""
+        """Bytes that all workers together have sent."""
         self._events: list[tuple[int, RoundEvent]] = []
         self._shares = [text.weight(arm, worker) for worker in range(arm.workers)]
         """The weight of an inner step of each worker."""
-        sync, curve = arm.sync_config, _curve(arm)
+        sync = arm.sync_config
+        curve = _curve(arm)
         growth = None if sync.growth is None else GrowingRounds(sync.growth, curve)
         turns = Schedule(sync.num_inner_steps, (0,), sync.overlap_steps, growth=growth).turns_until(arm.steps)
         outer = outer_optimizer(arm.outer_config, turns)
@@ -75,7 +78,7 @@ class Workers:
 
     @property
     def steps_taken(self) -> int:
-        """By all workers together."""
+        """Inner steps that all workers together have taken."""
         return sum(optimizer.loop.state.steps_taken for optimizer in self.optimizers)
 
     def newest(self) -> int:
@@ -102,7 +105,8 @@ class Workers:
 
     def load(self, saved: State, step: int) -> None:
         """Go on after this step; the replicas' memory has been loaded."""
-        self._step, self.bytes_sent = step, saved.numbers["bytes_sent"]
+        self._step = step
+        self.bytes_sent = saved.numbers["bytes_sent"]
         self.statistics = [RoundStatistics(**row) for row in saved.numbers["statistics"]]
         for worker, (optimizer, counted) in enumerate(zip(self.optimizers, saved.numbers["workers"], strict=True)):
             memory, loaded = optimizer.loop.memory_to_load(counted)
@@ -111,7 +115,8 @@ class Workers:
             optimizer.loop.replica.lanes[0].codec_errors[:] = counted["codec_errors"]
 
     def take_step(self) -> None:
-        there, at_work = self._there[self._step].tolist(), self._working[self._step].tolist()
+        there = self._there[self._step].tolist()
+        at_work = self._working[self._step].tolist()
         if not self._all_work:
             self._bring_in(there)
         self.replicas.take_step(None if self._all_work else at_work)
@@ -176,7 +181,8 @@ class Workers:
 
         A worker that is absent has no weight in it; one that is there counts, with work left or without.
         """
-        loop, there = self.optimizers[0].loop, self._there[-1].tolist()
+        loop = self.optimizers[0].loop
+        there = self._there[-1].tolist()
         for optimizer, is_there in zip(self.optimizers, there, strict=True):
             optimizer.loop.merge_pending()
             optimizer.loop.report = replace(optimizer.loop.report, done=True)
