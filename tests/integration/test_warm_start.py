@@ -11,6 +11,7 @@ from diloco.core.config import SyncConfig
 from diloco.engines.base import Engine
 from diloco.engines.local import alone
 from diloco.errors import ConfigError, EngineError
+from diloco.history.events import Event, WarmStartEvent
 from diloco.optimizer import DiLoCo
 from diloco.swarm.protocol.status import MemberStatus, RunStatus
 from diloco.training.data_parallel import DataParallel
@@ -257,7 +258,7 @@ def test_a_joiner_tells_how_far_the_warm_start_is_and_stops_waiting_if_its_found
         return RunStatus("", listed, None, {}, {})
 
     for last in (status((WARM, True)), status((3, False)), status()):
-        told: list[dict[str, int]] = []
+        told: list[Event] = []
         answers = iter([status((2, True)), status((3, True)), last])
-        wait_for_warm_start(answers.__next__, WARM, lambda _, told=told, **fields: told.append(fields))
-        assert told == [{"step": 2, "steps": WARM}] and next(answers, None) is None
+        wait_for_warm_start(answers.__next__, WARM, told.append)
+        assert told == [WarmStartEvent(step=2, steps=WARM)] and next(answers, None) is None
