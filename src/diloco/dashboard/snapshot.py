@@ -6,7 +6,6 @@ from typing import Any
 from diloco.history.columns import finite
 from diloco.history.figures import MemberFigures, RunFigures, WorkerFigures
 from diloco.history.rounds import RoundHistory, WorkerRound
-from diloco.history.workers import DOING
 
 Json = dict[str, Any]
 SILENT_SECONDS = 120.0
@@ -48,7 +47,7 @@ def snapshot(figures: RunFigures, options: Mapping[str, Any], summary: Json | No
             "left": figures.left,
             "not_finite": figures.not_finite,
         },
-        "doing": _doing(figures),
+        "doing": figures.doing,
         "workers": [_worker(worker, live=live) for worker in figures.workers],
         "members": [_member(member) for member in figures.members],
         "members_left_out": history.members.left_out,
@@ -88,14 +87,6 @@ def _worker(worker: WorkerFigures, *, live: bool) -> Json:
 def _member(member: MemberFigures) -> Json:
     names = ("peer", "label", "link", "state", "since", "joined", "reason")
     return {"member": member.number} | {name: getattr(member, name) for name in names} | member.values
-
-
-def _doing(figures: RunFigures) -> str | None:
-    """What the workers do before the first step is logged; None from then on."""
-    if not figures.history.events or any(worker.step for worker in figures.local):
-        return None
-    states = [worker.state for worker in figures.local if worker.active]
-    return DOING.get(states[0], states[0]) if states else DOING["started"]
 
 
 def _rounds(figures: RunFigures) -> Json:

@@ -15,7 +15,7 @@ from diloco.history.columns import finite
 from diloco.history.members import GONE, MemberHistory
 from diloco.history.rounds import RoundHistory, contributed, usual_workers
 from diloco.history.run_history import RunHistory
-from diloco.history.workers import WorkerHistory
+from diloco.history.workers import DOING, WorkerHistory
 
 _AMISS = ("lost", "banned", "excluded", "failed")
 _USUAL = 5  # a straggler was the last in a fifth of the rounds
@@ -188,6 +188,18 @@ class RunFigures:
         """The workers that train; of an ended run those that ended well."""
         active = [worker for worker in self.workers if worker.active]
         return active or [worker for worker in self.workers if worker.state not in _AMISS]
+
+    @property
+    def doing(self) -> str | None:
+        """What the workers do before the first step of this start is logged; None from then on."""
+        if self.until is None:
+            logged = any(worker.history.has_logged for worker in self.local)
+        else:
+            logged = any(worker.step for worker in self.local)
+        if logged or not self.history.events:
+            return None
+        states = [worker.state for worker in self.local if worker.active]
+        return DOING.get(states[0], states[0]) if states else DOING["starting"]
 
     # Steps
 

@@ -27,3 +27,12 @@ def test_a_worker_that_has_ended_is_done_though_its_network_process_is_alone_by_
     events = [started(0, 1), step(0, 10), end, event("alone", 21.0, member=0)]
     assert history_of(events).workers[0].state == "done"
     assert history_of([events[0], events[3]]).workers[0].state == "alone"
+
+
+def test_after_a_resume_it_is_told_again_what_the_workers_do_until_a_step_is_logged() -> None:
+    resumed = event("resumed", 101.0, step=10, rounds=1, workers=1, new=False, notes=[])
+    again = [started(0, 1, 100.0), resumed, event("starting", 102.0, doing="compiling")]
+    events = [started(0, 1), step(0, 10), *again]
+    assert str(RunFigures(history_of(events)).doing).startswith("compiling the model")
+    assert RunFigures(history_of(events[:2])).doing is None
+    assert RunFigures(history_of([*events, step(0, 20)])).doing is None
