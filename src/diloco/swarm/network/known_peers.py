@@ -47,7 +47,7 @@ class _Contents(msgspec.Struct):
 
 
 def read_peers(path: Path) -> list[KnownPeer]:
-    """The peer last seen comes first. A missing or damaged file gives an empty list: it is only a cache."""
+    """Read the peers, the last seen first. A missing or damaged file gives an empty list: it is only a cache."""
     try:
         contents = msgspec.json.decode(path.read_bytes(), type=_Contents)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):

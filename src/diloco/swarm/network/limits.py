@@ -22,7 +22,7 @@ class TokenBucket:
         return cls(burst, per_second, burst, now)
 
     def take(self, now: float) -> bool:
-        """Whether one more event is allowed now; if so, it is counted."""
+        """Return whether one more event is allowed now; if so, it is counted."""
         self.tokens = min(self.burst, self.tokens + max(0.0, now - self.updated_at) * self.per_second)
         self.updated_at = now
         if self.tokens < 1:
@@ -80,7 +80,7 @@ class PeerRateLimit:
         return bucket.take(now)
 
     def give_back(self, peer: str) -> None:
-        """One event that was taken does not count after all."""
+        """Take back one event, which does not count after all."""
         bucket = self._buckets.get(peer)
         if bucket is not None:
             bucket.tokens = min(bucket.burst, bucket.tokens + 1)
@@ -95,7 +95,7 @@ class ConcurrencyLimit:
         self._running: Counter[str] = Counter()
 
     def acquire(self, peer: str) -> bool:
-        """False if the limit is reached; else `release` must follow."""
+        """Count one more request; False if the limit is reached, else `release` must follow."""
         if self._running[peer] >= self._per_peer or self._running.total() >= self._in_all:
             return False
         self._running[peer] += 1

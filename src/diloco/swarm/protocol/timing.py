@@ -185,40 +185,47 @@ PUNCH_POLL_SECONDS = 0.02
 """Between two looks whether a direct connection is there."""
 DIAL_BACK_SECONDS = 1.5
 """Enough for one lost packet. So long must the asking peer wait if its router drops what it does not know."""
+PUNCH_RETRY_SECONDS = 0.05
+"""Between two attempts to connect at the same moment as the other peer: it may begin a little later."""
 REACHABLE_ASK_SECONDS = 5.0
-"""For a member's answer whether it reaches this machine."""
+"""For a public peer to answer whether it reaches this machine, or for a relay to give it a reservation."""
 REACHABLE_CHECK_SECONDS = 2.0
-"""Between two looks whether this machine's addresses have changed."""
+"""Between two looks whether this machine has lost its relays, or still does not know if it can be reached."""
 REACHABLE_FIRST_PAUSE = 5.0
-"""Between two such questions, at first."""
+"""After an attempt that did not help; twice as long after each further one: each restarts p2pd, or asks all peers."""
 REACHABLE_LONGEST_PAUSE = 300.0
-"""Between two such questions at most."""
+"""After such an attempt at most."""
+RESERVATION_POLL_SECONDS = 0.05
+"""Between two looks whether a relay has given a reservation."""
 PEERS_CHANGED_SECONDS = 2.0
 """Between two writes of peers.json when a peer or an address in it is new."""
 PEERS_UNCHANGED_SECONDS = 20.0
 """And when only the times in it are."""
 RECONNECT_SECONDS = 3.0
-"""Between two attempts to connect anew for calls to one peer."""
+"""For a connection that broke to be made again: the call that needs it has a limit of its own, and tries only once."""
 DAEMON_ASK_SECONDS = 5.0
-"""For an answer of the local p2pd."""
+"""For an answer of the local p2pd, also where it asks a peer for it: to connect back, or what its relay carries."""
+DAEMON_CLOSE_SECONDS = 1.0
+"""For the tasks of a closed control connection to p2pd to end."""
 PACING_SHORT_SECONDS = 0.5
-"""The time over which a stream's rate is measured, at least."""
+"""A stream's window grows while its bytes are acknowledged within this: the line's queue is short."""
 PACING_LONG_SECONDS = 1.5
-"""And at most."""
+"""The window shrinks when they take longer: a heartbeat on the same line would wait as long behind them."""
 LINGER_SECONDS = 20.0
-"""So long a closed stream waits until its last bytes have arrived."""
+"""So long a closed stream waits until its last bytes have arrived; p2pd would lose them."""
 DAEMON_START_SECONDS = 20.0
 """For p2pd to begin to listen."""
 DAEMON_STOP_SECONDS = 2.0
 """For p2pd to end, before it is killed."""
 STALE_SOCKETS_SECONDS = 60.0
-"""A folder of sockets that is older, without a process, is left over from a killed worker."""
+"""A folder of sockets that is older, without a process, is left over from a killed worker. One that is younger may
+belong to a process that has not locked it yet."""
 RELAY_PROBE_SECONDS = 3.0
-"""For the answer of p2pd's own relay."""
+"""For a relay to say how many bytes it carries: our own p2pd's at its start, a peer's for the doctor."""
 BUSY_SECONDS = 1.0
-"""A call that is one too many is refused after this, so that its caller does not ask at once again."""
+"""A refusal of a peer that calls too often is sent after this: it may call again at once, and gets few so."""
 STREAM_HEADER_SECONDS = 10.0
-"""For the first bytes of a stream that p2pd hands over."""
+"""For the first bytes of a stream that p2pd hands over: which peer has opened it."""
 
 # Invitations and the doctor
 

@@ -49,7 +49,7 @@ class RevokeResult:
 
 
 def swarm_folder(run: Path) -> Path:
-    """RUN/swarm; ConfigError if the run is not of a swarm."""
+    """The folder RUN/swarm; ConfigError if the run is not of a swarm."""
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run folder: there is no such folder")
     folder = run / SWARM_FOLDER
@@ -121,7 +121,7 @@ def give_seats(folder: Path, names: Iterable[str], days: float, now: float) -> N
 
 
 def check_seats(folder: Path, names: Iterable[str]) -> None:
-    """ConfigError if a worker of this machine has no invitation and none can be made here."""
+    """Raise ConfigError if a worker of this machine has no invitation and none can be made here."""
     missing = [name for name in names if not (folder / invitation_file(name)).exists()]
     if missing and not may_invite(folder):
         raise ConfigError(
@@ -261,7 +261,7 @@ def _best(peer: KnownPeer) -> list[str]:
 
 
 def _distance(address: str) -> int:
-    """Whence an address can be called: 0 from anywhere (names and relays too), 1 the same network, 2 the machine."""
+    """How near a caller must be: 0 anywhere (names and relays too), 1 in the same network, 2 on the same machine."""
     if is_public(address):
         return 0
     ip = ip_of(address)

@@ -190,7 +190,7 @@ class Control:
         for task in [*self._tasks.values(), *self._background]:
             task.cancel()
         if self._background:
-            await asyncio.wait(self._background, timeout=1)
+            await asyncio.wait(self._background, timeout=timing.DAEMON_CLOSE_SECONDS)
         if self._writer is not None:
             self._writer.close()
             with contextlib.suppress(OSError):
@@ -267,7 +267,7 @@ class Control:
     # Streams that other peers open
 
     async def accept_streams(self, protocol: str, on_stream: Callable[[str, socket.socket], Awaitable[None]]) -> None:
-        """`on_stream` owns the socket that it is given."""
+        """Accept the streams of this protocol from now on; `on_stream` owns the socket that it is given."""
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         self._listener.bind(self._streams_path)

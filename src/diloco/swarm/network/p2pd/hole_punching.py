@@ -171,7 +171,7 @@ async def _connect_simultaneously(address: str, port: int) -> socket.socket:
             return sock
         except OSError:  # refused: the other peer has not begun yet
             sock.close()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(timing.PUNCH_RETRY_SECONDS)
         except BaseException:
             sock.close()
             raise

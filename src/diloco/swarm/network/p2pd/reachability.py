@@ -114,7 +114,7 @@ class DialBack:
         self._running = 0
 
     async def answer(self, control: Control, peer: str, request: bytes) -> bytes:
-        """An encoded DialBackResult, or null if this peer cannot or will not find out."""
+        """Return an encoded DialBackResult, or null if this peer cannot or will not find out."""
         if len(request) > _MAX_REQUEST_BYTES or self._running >= _MAX_AT_A_TIME:
             return b"null"
         if not self._rate.take(peer, time.monotonic()):
@@ -227,7 +227,7 @@ class ReachabilityMonitor:
             if time.monotonic() > end:
                 log.warning("no relay has accepted this peer yet: it can call others, but others cannot call it")
                 return False
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(timing.RESERVATION_POLL_SECONDS)
         return True
 
     async def _has_reservation(self) -> bool:

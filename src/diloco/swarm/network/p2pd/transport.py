@@ -143,7 +143,7 @@ class IncomingRequests:
 
 
 class P2pdTransport(Transport):
-    """Made by `create`. `ended` gets a reason when p2pd has died: from then on nothing works."""
+    """One peer's transport, made by `create`. `ended` gets a reason when p2pd has died: from then on nothing works."""
 
     def __init__(self, key: Path, protocol: str, config: ListenConfig) -> None:
         self.peer = identity.load_or_create(key)
@@ -168,7 +168,7 @@ class P2pdTransport(Transport):
 
     @classmethod
     async def create(cls, key: Path, protocol: str, config: ListenConfig, seeds: Sequence[str] = ()) -> "P2pdTransport":
-        """`key`: the file of this peer's identity, made if missing. `protocol` names the run.
+        """Start p2pd with the identity in the file `key`, which is made if missing. `protocol` names the run.
 
         `seeds` are addresses of peers that may be up: one of them is asked whether this machine can be reached, and
         if it cannot, they relay for it. Nothing is raised if none of them answers.
