@@ -167,9 +167,12 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def correct(judgements: Sequence[Judgement]) -> list[Judgement]:
-    """Keep the verdicts that stand after Benjamini and Hochberg's correction over all claims with enough seeds."""
-    tested = [one for one in judgements if one.verdict != "not resolved" or not one.reason]
-    values = sorted(one.p_value for one in judgements if one.verdict != "not resolved")
+    """Keep the verdicts that stand after Benjamini and Hochberg's correction over all claims with enough seeds.
+
+    Several experiments may ask the same of the same arms: that is one claim.
+    """
+    tested = distinct([one for one in judgements if one.verdict != "not resolved" or not one.reason])
+    values = sorted(one.p_value for one in tested if one.verdict != "not resolved")
     largest = 0.0
     for rank, value in enumerate(values, start=1):
         if value <= FALSE_VERDICTS * rank / len(tested):
@@ -181,6 +184,17 @@ def correct(judgements: Sequence[Judgement]) -> list[Judgement]:
         else one
         for one in judgements
     ]
+
+
+def distinct(judgements: Sequence[Judgement]) -> list[Judgement]:
+    """The judgements without repetitions: the same numbers, or the same with the other sign, and the same bound."""
+    found: dict[tuple[object, ...], Judgement] = {}
+    for one in judgements:
+        bounds = (one.claim.at_least, one.claim.at_most)
+        turned = (-one.claim.at_most, -one.claim.at_least)
+        sides = ((one.values, bounds), (tuple(-value for value in one.values), turned))
+        found.setdefault(min(sides), one)
+    return list(found.values())
 
 
 def judge(claim: Claim, seeds: Sequence[Measured], *, smoke: bool = False) -> Judgement:

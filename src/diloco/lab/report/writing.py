@@ -14,7 +14,7 @@ from typing import final
 
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError, install_hint
-from diloco.lab.claims import FEWEST_SEEDS, Judgement, correct, half_width
+from diloco.lab.claims import FEWEST_SEEDS, Judgement, correct, distinct, half_width
 from diloco.lab.experiment import Curves, Experiment, Figure, Similarity, Sweep
 from diloco.lab.experiments import regime, t2
 from diloco.lab.report.pages import Block, Drawing, Grid, Heading, Text, as_html, as_markdown
@@ -98,10 +98,11 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary], apart: str) 
     codes = sorted({one.code for one in finished})
     dates = sorted({one.date[:10] for one in finished if one.date})
     texts = "; ".join(words if role == "text" else f"{role}: {words}" for role, words in setting.described.items())
+    claims = distinct([one for summary in summaries for one in summary.judgements])
     counts = [
         (
             verdict,
-            sum(one.verdict == verdict and bool(one.values) for summary in summaries for one in summary.judgements),
+            sum(one.verdict == verdict and bool(one.values) for one in claims),
         )
         for verdict in ("holds", "does not hold", "not resolved")
     ]
@@ -132,12 +133,10 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary], apart: str) 
 
 
 def _verdicts(summaries: Sequence[Summary]) -> Grid:
-    rows = [
-        (f"**{one.experiment.name}**", *_judgement_row(judgement))
-        for one in summaries
-        for judgement in one.judgements
-        if judgement.values
-    ]
+    """One row a claim: what an earlier experiment has asked of the same arms is not repeated."""
+    judged = [(one.experiment.name, judgement) for one in summaries for judgement in one.judgements if judgement.values]
+    first = {id(one) for one in distinct([judgement for _, judgement in judged])}
+    rows = [(f"**{name}**", *_judgement_row(judgement)) for name, judgement in judged if id(judgement) in first]
     return Grid(("", *_JUDGEMENT_HEADS), rows)
 
 
