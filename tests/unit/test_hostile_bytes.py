@@ -38,7 +38,7 @@ from diloco.history.run_history import read_history
 from diloco.swarm.audit import merkle
 from diloco.swarm.network.known_peers import read_peers
 from diloco.swarm.network.multiaddr import ip_of, is_public, split_peer, to_bytes, to_text
-from diloco.swarm.network.p2pd.reachability import decode_result
+from diloco.swarm.network.p2pd.reachability import decode_dial_back
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.node import comparisons
 from diloco.swarm.node.state_digest import state_digest
@@ -204,7 +204,7 @@ PARSERS = {
         (msgspec.msgpack.encode(INVITATION), *DEEP),
         (ConfigError,),
     ),
-    "dial back": Parser(decode_result, (b'{"ip":"192.0.2.1","reached":true}', NESTED), ()),
+    "dial back": Parser(decode_dial_back, (b'{"ip":"192.0.2.1","reached":true}', NESTED), ()),
     "address": Parser(to_text, (to_bytes(ADDRESS),), (ConfigError,)),
     "address as text": Parser(read_address, (ADDRESS.encode(),), (ConfigError,)),
     "peers.json": Parser(

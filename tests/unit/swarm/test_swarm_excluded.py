@@ -64,7 +64,7 @@ def test_a_worker_that_its_swarm_does_not_admit_again_ends_and_starts_no_further
             supervisor._first_start.set_result(7)
         raise lives.pop(0)
 
-    monkeypatch.setattr(SidecarSupervisor, "_run_one", live)
+    monkeypatch.setattr(SidecarSupervisor, "_run_sidecar", live)
     nothing: Any = lambda *_: None  # noqa: E731
     supervisor = SidecarSupervisor(Settings(str(tmp_path), "worker-0"), tmp_path / "log", nothing, nothing, nothing)
     assert supervisor.start(10.0) == 7

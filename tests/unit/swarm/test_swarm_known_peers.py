@@ -17,7 +17,9 @@ class StalledDisk:
     """Writes wait for `released`, at most a minute; `writes` counts those that have begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.released, self.writes, self.gave_up = threading.Event(), 0, False
+        self.released = threading.Event()
+        self.writes = 0
+        self.gave_up = False
         self._write = known_peers.write_private
         monkeypatch.setattr(known_peers, "write_private", self.write)
 
@@ -57,7 +59,8 @@ def test_a_change_is_saved_soon_and_the_time_alone_seldom(tmp_path: Path, monkey
     me = KnownPeer("me", 0, ("/ip4/10.0.0.1/tcp/1/p2p/me",), "inv", 10.0, "worker-0")
 
     async def story() -> None:
-        file, loop = PeersFile(path), asyncio.get_running_loop()
+        file = PeersFile(path)
+        loop = asyncio.get_running_loop()
         now = 1000.0
         monkeypatch.setattr(loop, "time", lambda: now)
 

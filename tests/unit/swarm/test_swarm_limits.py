@@ -14,9 +14,13 @@ def test_a_token_bucket_never_holds_more_than_its_burst() -> None:
 
 @given(st.lists(st.floats(-3, 2), max_size=60))
 def test_a_token_bucket_is_never_exceeded_however_the_clock_goes(steps: list[float]) -> None:
-    bucket, now, taken, gone = TokenBucket.full(3, 0.5, 0.0), 0.0, 0, 0.0
+    bucket = TokenBucket.full(3, 0.5, 0.0)
+    now = 0.0
+    taken = 0
+    gone = 0.0
     for step in steps:
-        now, gone = now + step, gone + max(0.0, step)
+        now = now + step
+        gone = gone + max(0.0, step)
         taken += bucket.take(now)
         assert taken <= 3 + 0.5 * gone + 1e-6
 

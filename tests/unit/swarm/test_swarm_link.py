@@ -136,7 +136,8 @@ def test_memory_and_descriptors_are_gone_when_nobody_holds_them(ends: Ends) -> N
 
 
 def test_memory_that_arrives_again_has_the_mapping_of_before_and_few_are_kept() -> None:
-    mine, kept = [SharedMemory.copy_of(b"a") for _ in range(3)], KeptMappings(most=2)
+    mine = [SharedMemory.copy_of(b"a") for _ in range(3)]
+    kept = KeptMappings(most=2)
     opened = open_files()
 
     def arrives(number: int) -> SharedMemory:
@@ -194,7 +195,8 @@ def test_what_is_no_message_is_refused_and_leaves_no_descriptor(data: bytes) -> 
 
 def test_an_end_takes_only_the_messages_that_are_meant_for_it() -> None:
     mine, theirs = pair()
-    sidecar, trainer = BlockingLink[Any](mine, messages.FromTrainer), BlockingLink[Any](theirs, messages.FromSidecar)
+    sidecar = BlockingLink[Any](mine, messages.FromTrainer)
+    trainer = BlockingLink[Any](theirs, messages.FromSidecar)
     trainer.send(messages.PostAtOnce(1), 1.0)
     with pytest.raises(LinkError, match="'PostAtOnce'"):
         sidecar.receive(1.0)
@@ -311,7 +313,8 @@ def test_a_state_that_was_damaged_on_its_way_is_refused(tmp_path: Path) -> None:
 
 
 def test_requests_for_the_same_state_share_a_snapshot_and_a_changed_state_has_its_own() -> None:
-    asked, sent = [], []
+    asked = []
+    sent = []
 
     def provider() -> GlobalState:
         asked.append(1)

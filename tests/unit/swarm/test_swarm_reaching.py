@@ -12,8 +12,8 @@ from diloco.swarm.network.p2pd.daemon import p2pd_arguments
 from diloco.swarm.network.p2pd.reachability import (
     DialBackResult,
     Reachability,
-    decode_result,
-    encode_request,
+    decode_dial_back,
+    encode_dial_back,
     public_addresses,
 )
 from diloco.swarm.network.transport import Unreachable
@@ -87,7 +87,8 @@ class Connected:
     """A control whose daemon is connected with some peers."""
 
     def __init__(self, peers: dict[str, list[str]]) -> None:
-        self.peers, self.told = peers, list[tuple[str, bytes]]()
+        self.peers = peers
+        self.told = list[tuple[str, bytes]]()
 
     async def list_peers(self) -> dict[str, list[str]]:
         return self.peers
@@ -111,13 +112,13 @@ def test_a_peer_is_called_back_only_where_it_comes_from_and_not_again_at_once(mo
     async def story() -> list[DialBackResult | None]:
         asked = reachability.DialBack()
         requests = [
-            ("P", encode_request(4000)),
-            ("P", encode_request(4000)),
-            ("Q", encode_request(4000)),
-            ("stranger", encode_request(4000)),
+            ("P", encode_dial_back(4000)),
+            ("P", encode_dial_back(4000)),
+            ("Q", encode_dial_back(4000)),
+            ("stranger", encode_dial_back(4000)),
             ("X", bytes(100)),
         ]
-        return [decode_result(await asked.answer(control, peer, request)) for peer, request in requests]  # type: ignore[arg-type]
+        return [decode_dial_back(await asked.answer(control, peer, request)) for peer, request in requests]  # type: ignore[arg-type]
 
     assert asyncio.run(story()) == [DialBackResult("5.5.5.2", True), None, None, None, None]
     assert called == [("5.5.5.2", 4000)]
@@ -144,7 +145,8 @@ def test_a_broken_connection_is_no_death_until_the_next_call_finds_no_peer(secon
 
     async def story(swarm: MemorySwarm) -> tuple[bool, bool]:
         worker, other, _ = await founded(swarm, 3)
-        heartbeats, answers = worker.node.heartbeats, iter([Unreachable("stream reset", broken=True), second])
+        heartbeats = worker.node.heartbeats
+        answers = iter([Unreachable("stream reset", broken=True), second])
 
         async def call(*_: object) -> bytes:
             raise next(answers)

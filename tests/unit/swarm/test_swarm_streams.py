@@ -111,7 +111,8 @@ class Line(Stream):
         if self.closed or self.reset:
             raise Unreachable("broken pipe")
         del seconds
-        loop, sent = asyncio.get_running_loop(), bytes(data)
+        loop = asyncio.get_running_loop()
+        sent = bytes(data)
         self.free_at = max(self.free_at, loop.time()) + len(sent) / self.rate
         self.queued += len(sent)
         self.most_queued = max(self.most_queued, self.queued)

@@ -232,7 +232,7 @@ class SidecarSupervisor:
     def _run(self) -> None:
         while not self._ending.is_set() and self.failure is None:
             try:
-                self._run_one()
+                self._run_sidecar()
             except (LinkError, OSError, DiLoCoError) as error:
                 self._check_hopeless(error)
                 self._on_loss(str(error))
@@ -242,7 +242,7 @@ class SidecarSupervisor:
             self._ending.wait(timing.RESTART_PAUSE_SECONDS * (2 ** len(self._lost_at) // 2 - 1))
         self._fail_all(self.failure or EngineError(_CLOSED))
 
-    def _run_one(self) -> None:
+    def _run_sidecar(self) -> None:
         """Live with one sidecar; raise when it is lost, return when the supervisor is closed."""
         process = SidecarProcess(self._command, self._log)
         self.process = process

@@ -91,11 +91,11 @@ class DialBackResult(msgspec.Struct, frozen=True):
         return f"/ip{ipaddress.ip_address(self.ip).version}/{self.ip}/tcp/{port}"
 
 
-def encode_request(port: int) -> bytes:
+def encode_dial_back(port: int) -> bytes:
     return msgspec.json.encode(DialBackRequest(port))
 
 
-def decode_result(data: bytes) -> DialBackResult | None:
+def decode_dial_back(data: bytes) -> DialBackResult | None:
     """The result; None if the other peer could not find out, or if its answer is not valid."""
     try:
         result = msgspec.json.decode(data, type=DialBackResult | None)

@@ -18,7 +18,6 @@ from diloco.swarm.network import identity, multiaddr
 from diloco.swarm.network.limits import ConcurrencyLimit, LruCache
 from diloco.swarm.network.listening import ListenConfig, listen_addresses
 from diloco.swarm.network.p2pd import hole_punching
-from diloco.swarm.network.p2pd import reachability as reach
 from diloco.swarm.network.p2pd.control import (
     Control,
     DaemonError,
@@ -31,7 +30,15 @@ from diloco.swarm.network.p2pd.control import (
 )
 from diloco.swarm.network.p2pd.daemon import Daemon, relay_limit, start_daemon
 from diloco.swarm.network.p2pd.hole_punching import Endpoint, HolePuncher
-from diloco.swarm.network.p2pd.reachability import DialBackResult, Reachability, ReachabilityMonitor
+from diloco.swarm.network.p2pd.reachability import (
+    DialBack,
+    DialBackResult,
+    Reachability,
+    ReachabilityMonitor,
+    decode_dial_back,
+    encode_dial_back,
+    guess_reachability,
+)
 from diloco.swarm.network.p2pd.streams import FIRST_WINDOW, PacedStream, SocketStream
 from diloco.swarm.network.transport import (
     MAX_CALL_BYTES,
@@ -147,7 +154,7 @@ class P2pdTransport(Transport):
 
     def __init__(self, key: Path, protocol: str, config: ListenConfig) -> None:
         self.peer = identity.load_or_create(key)
-        self.reachability = reach.guess_reachability(config)
+        self.reachability = guess_reachability(config)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._flags = [f"-id={key}", *COMMON_FLAGS]
         self._protocol = protocol
@@ -158,7 +165,7 @@ class P2pdTransport(Transport):
         self._monitoring: asyncio.Task[None] | None = None
         self._addresses: list[str] = []
         self._incoming = IncomingRequests()
-        self._dial_back = reach.DialBack()
+        self._dial_back = DialBack()
         self._puncher = HolePuncher(self.peer, protocol)
         self._known: LruCache[list[str]] = LruCache(_MAX_KNOWN)
         """Addresses by peer, without /p2p/PEER."""
@@ -366,8 +373,8 @@ class P2pdTransport(Transport):
         """Have that peer connect back to where it sees this one; None: it cannot tell."""
         port, _ = await self.port_and_addresses()
         async with self._running(peer) as control:
-            answer = await control.call(peer, f"{self._protocol}/reach", reach.encode_request(port))
-            return reach.decode_result(answer)
+            answer = await control.call(peer, f"{self._protocol}/reach", encode_dial_back(port))
+            return decode_dial_back(answer)
 
     async def relay_limit(self, peer: str) -> int:
         """How many bytes a connection through that peer may carry; 0: it relays nothing."""
