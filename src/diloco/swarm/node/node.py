@@ -1,22 +1,24 @@
 """One worker's node: all that it sends and receives in the swarm, in one event loop, beside its trainer.
 
-The life of a round, with the file that does each step:
+The life of a round: what is decided (protocol/), and what carries it out (in this folder).
 
-    1. The trainer posts its contribution (Node.post). The header goes to the leader: Ready        node/participant.py
-    2. The leader is the live member with the lowest number that has the state                     members.py
-    3. It first asks all members whether an earlier leader has begun the round: Inquire            node/inquiry.py
-    4. It waits until all are ready; if most are and patience is over, it asks the slow ones
-       to post now: PostNow                                                                        node/led_round.py
-    5. It sends a Plan with all headers. From these every worker makes the same decision           plan.py
-    6. The workers send encoded parts to the reducers of the plan, and get the means back          node/transfer.py
-    7. Each tells the leader that it has the whole mean and signs its digest (Complete), or what
-       went wrong (Trouble);                                                                       node/participant.py
-       a worker that died, froze or lied is left out of the next plan                              node/led_round.py
-    8. When all live workers have the mean, the leader sends Commit with their signatures, and
-       the mean counts                                              node/led_round.py, protocol/certificate.py
-    9. Each keeps the last means. A worker that missed the Commit fetches the mean; one that is
-       not in the plan has failed the round, and fetches the others' state            node/outcomes.py, transfers/
-   10. Beside training all check the mean against what was contributed                             audit/mean_check.py
+    1. The trainer posts its contribution (Node.post). The header goes to the leader: Ready
+                                                                   protocol/round.py, participant.py
+    2. The leader is the live member with the lowest number that has the state          protocol/membership.py
+    3. It first asks all members whether an earlier leader has begun the round: Inquire
+                                                                   protocol/leading.py, inquiry.py
+    4. It waits until all are ready; if most are and patience is over, it asks the slow ones to post now: PostNow
+                                                                   protocol/leading.py, led_round.py
+    5. It sends a Plan with all headers. From these every worker makes the same decision        protocol/plan.py
+    6. The workers send encoded parts to the reducers of the plan, and get the means back       transfer.py
+    7. Each tells the leader that it has the whole mean and signs its digest (Complete), or what went wrong (Trouble);
+       a worker that died, froze or lied is left out of the next plan
+                                                                   participant.py, protocol/troubles.py
+    8. When all live workers have the mean, the leader sends Commit with their signatures, and the mean counts
+                                                                   led_round.py, protocol/certificate.py
+    9. Each keeps the last means. A worker that missed the Commit fetches the mean; one that is not in the plan has
+       failed the round, and fetches the others' state             outcomes.py, state_transfer.py
+   10. Beside training all check the mean against what was contributed      audit/mean_check.py
 
 Heartbeats (heartbeats.py) tell which members are live. Every call and stream of a peer comes in here, and the peer's
 credential is checked before anything else.
