@@ -14,9 +14,9 @@ from attacks import has_begun, instead_of, node
 from attacks.rounds import beside
 from diloco.swarm.network.identity import peer_id
 from diloco.swarm.network.transport import CallRefused, Unreachable
+from diloco.swarm.node.calls import addressed
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.node import Node
-from diloco.swarm.node.processes import addressed
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.wire import Malformed

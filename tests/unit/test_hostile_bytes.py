@@ -36,12 +36,12 @@ from diloco.errors import CheckpointError, ConfigError, DataError, EngineError
 from diloco.history.log import EventReader
 from diloco.history.run_history import read_history
 from diloco.swarm.audit import merkle
+from diloco.swarm.audit.witnesses import state_digest
 from diloco.swarm.network.known_peers import read_peers
 from diloco.swarm.network.multiaddr import ip_of, is_public, split_peer, to_bytes, to_text
 from diloco.swarm.network.p2pd.reachability import decode_dial_back
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.node import comparisons
-from diloco.swarm.node.state_digest import state_digest
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.plan import Entry, parse_header
 from diloco.swarm.protocol.status import Status

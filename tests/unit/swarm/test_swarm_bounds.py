@@ -12,9 +12,9 @@ from diloco.swarm.network.p2pd.streams import SocketStream
 from diloco.swarm.network.p2pd.transport import IncomingRequests
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.node.calls import addressed
 from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
-from diloco.swarm.node.processes import addressed
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.attendance import Attendance

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.errors import Excluded
 from diloco.swarm.network.transport import CallRefused
-from diloco.swarm.node.processes import check_process
+from diloco.swarm.node.calls import check_process
 from diloco.swarm.protocol import messages
 from diloco.swarm.run_files import invitation_file, write_private
 from diloco.swarm.simulator.stories import founded, freeze, rounds, sleep, stop, thaw, told, train

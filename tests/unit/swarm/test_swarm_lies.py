@@ -21,10 +21,10 @@ from diloco.errors import EngineError
 from diloco.swarm.audit import directions, merkle
 from diloco.swarm.audit.norms import Encoding, are_long
 from diloco.swarm.audit.notary import Notary
+from diloco.swarm.audit.witnesses import state_digest
 from diloco.swarm.network.transport import CallRefused, Stream
 from diloco.swarm.node import clock
 from diloco.swarm.node.led_round import LedRound
-from diloco.swarm.node.state_digest import state_digest
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.certificate import (
     Certificate,

@@ -7,17 +7,19 @@ claims to be ahead of all others has no witness. If only one member has the stat
 """
 
 import asyncio
+import hashlib
+import json
 import logging
 import random
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.members import Members
-from diloco.swarm.node.state_digest import state_digest
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.messages import AskStateDigest, StateDigest
 from diloco.swarm.protocol.wire import Malformed
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _KEPT = 4
 _MOST_TAKES = 3  # of the state between two rounds, where a digest of failed rounds is asked for
+_OWN = "start."
+_MAX_HEADER_BYTES = 1 << 26
 
 
 class Witnesses:
@@ -160,3 +164,48 @@ def none_has_more(digest: bytes, witnesses: Mapping[str, bytes]) -> bool:
     others = Counter(other for other in witnesses.values() if other != digest)
     same = 1 + sum(other == digest for other in witnesses.values())
     return same >= max(others.values(), default=0)
+
+
+def state_digest(snapshot: Snapshot) -> bytes:
+    """32 bytes: what all members have alike, whichever of them serves the state.
+
+    That is the anchors and the outer momentum, the next round and how many rounds each fragment has had. What a state
+    has besides is the serving worker's own (its position, the buffers of its model). Raises Malformed if the data is
+    no safetensors file.
+    """
+    taken = hashlib.sha256()
+    agreed = {
+        name: number for name, number in snapshot.numbers.items() if name == "sequence" or name.endswith(".rounds")
+    }
+    taken.update(json.dumps([snapshot.layout_digest, sorted(agreed.items())]).encode())
+    view = snapshot.data.view
+    header, start = _read_header(view)
+    for name in sorted(header):
+        if not name.startswith(_OWN) and name != "__metadata__":
+            first, last = _place(header[name], len(view) - start)
+            taken.update(json.dumps([name, header[name]["dtype"], header[name]["shape"]]).encode())
+            taken.update(view[start + first : start + last])
+    return taken.digest()
+
+
+def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
+    size = int.from_bytes(view[:8], "little")
+    if not 2 <= size <= min(_MAX_HEADER_BYTES, len(view) - 8):
+        raise Malformed("a state that is no safetensors file")
+    try:
+        header = json.loads(bytes(view[8 : 8 + size]))
+    except (ValueError, RecursionError) as error:
+        raise Malformed("a state that is no safetensors file") from error
+    if not isinstance(header, dict):
+        raise Malformed("a state that is no safetensors file")
+    return header, 8 + size
+
+
+def _place(tensor: object, size: int) -> tuple[int, int]:
+    if isinstance(tensor, Mapping) and {"dtype", "shape", "data_offsets"} <= tensor.keys():
+        offsets = tensor["data_offsets"]
+        if isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(one, int) for one in offsets):
+            first, last = offsets
+            if 0 <= first <= last <= size:
+                return first, last
+    raise Malformed("a state whose tensors are not in it")

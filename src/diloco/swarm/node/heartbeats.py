@@ -16,8 +16,8 @@ from msgspec import structs
 from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.node.calls import addressed, check_process
 from diloco.swarm.node.members import MAX_ADDRESSES, Members
-from diloco.swarm.node.processes import addressed, check_process
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.membership import Peer
 from diloco.swarm.protocol.messages import Beat, Goodbye, Hello, expect

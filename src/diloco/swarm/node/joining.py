@@ -14,9 +14,9 @@ from diloco.own_command import command
 from diloco.swarm.network.known_peers import read_peers
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.node.calls import addressed
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.members import Members
-from diloco.swarm.node.processes import addressed
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.membership import clashes
 from diloco.swarm.protocol.messages import AskNumber, Number, expect

@@ -6,7 +6,7 @@ The life of a round: what is decided (protocol/), and what carries it out (in th
                                                                    protocol/round.py, participant.py
     2. The leader is the live member with the lowest number that has the state          protocol/membership.py
     3. It first asks all members whether an earlier leader has begun the round: Inquire
-                                                                   protocol/leading.py, inquiry.py
+                                                                   protocol/leading.py, led_round.py
     4. It waits until all are ready; if most are and patience is over, it asks the slow ones to post now: PostNow
                                                                    protocol/leading.py, led_round.py
     5. It sends a Plan with all headers. From these every worker makes the same decision        protocol/plan.py
@@ -39,7 +39,7 @@ from diloco.swarm.network.known_peers import KnownPeer, PeersFile, read_peers
 from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
 from diloco.swarm.node import clock
-from diloco.swarm.node.calls import Calls
+from diloco.swarm.node.calls import Calls, addressed, name_process, open_addressed
 from diloco.swarm.node.file_transfer import SharedFiles, fetch_file
 from diloco.swarm.node.frames import read_frame
 from diloco.swarm.node.heartbeats import Heartbeats
@@ -49,7 +49,6 @@ from diloco.swarm.node.members import Members
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.own_checks import OwnChecks
 from diloco.swarm.node.participant import Participant
-from diloco.swarm.node.processes import addressed, name_process, open_addressed
 from diloco.swarm.node.state_transfer import StateTransfer
 from diloco.swarm.protocol import messages, timing
 from diloco.swarm.protocol.certificate import Agreed

@@ -4,7 +4,7 @@ A source serves a snapshot that its trainer makes beside training; no worker wai
 that end during it follow: all members keep some, and the source keeps all since its snapshot until the reader has the
 state (node/recent_rounds.py), on its disk where they are large. So a slow line catches up, and a worker that missed a
 round or two needs no snapshot at all. Slow readers hold no place of others (places.py). If a source dies or is slow,
-another one is asked (slow_sources.py). A state is taken over only if other members have the same (witnesses.py), and a
+another one is asked (`fetch_first`). A state is taken over only if other members have the same (witnesses.py), and a
 mean only with its certificate. Everything that arrives has a bounded size; nothing is unpickled (safetensors and
 numbers).
 """
@@ -13,9 +13,10 @@ import asyncio
 import logging
 import random
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from diloco.errors import EngineError, Excluded
 from diloco.swarm.audit.witnesses import Witnesses, most_have, none_has_more
@@ -25,7 +26,6 @@ from diloco.swarm.node.frames import read_frame, write_frame
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.places import Places, ReaderPlace
 from diloco.swarm.node.recent_rounds import MAX_BYTES, MAX_ROUNDS
-from diloco.swarm.node.slow_sources import Attempt, fetch_first
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.membership import Peer
 from diloco.swarm.protocol.messages import NotHere, OpenState, StateHead, decode
@@ -34,6 +34,8 @@ from diloco.swarm.protocol.wire import Malformed, encode
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.trainer import FetchedState, RoundMean, Snapshot, Trainer
 
+_AT_ONCE = 2
+_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 LARGEST_STATE = 1 << 42
@@ -41,6 +43,48 @@ _CHUNK_BYTES = 1 << 20
 _MAX_HEAD_BYTES = 1 << 16
 _MAX_READERS = 3
 _MANY = 3
+
+
+@dataclass
+class Attempt:
+    """A source that is asked, and when a piece of the state last came from it."""
+
+    source: Peer
+    moved_at: float = field(default_factory=clock.now)
+
+    def moved(self) -> None:
+        self.moved_at = clock.now()
+
+
+async def fetch_first(
+    sources: Sequence[Peer], fetch: Callable[[Attempt], Awaitable[_T | None]], patience_seconds: float
+) -> tuple[_T | None, list[Peer]]:
+    """Return the first state that is whole (None: no source gives one), and the slower sources that were asked before.
+
+    They are asked in their order. While the one that is asked makes no progress the next is asked beside it: a member
+    that is slow, on purpose or not, holds up a joiner no longer than that. An honest line that is as slow costs bytes,
+    no time.
+
+    `patience_seconds`: without progress until another one is asked.
+    """
+    rest, running = list(sources), dict[asyncio.Task[_T | None], Attempt]()
+    try:
+        while rest or running:
+            quiet = all(clock.now() - attempt.moved_at > patience_seconds for attempt in running.values())
+            if rest and quiet and len(running) < _AT_ONCE:
+                attempt = Attempt(rest.pop(0))
+                running[asyncio.ensure_future(fetch(attempt))] = attempt
+            done, _ = await asyncio.wait(running, timeout=timing.POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = running.pop(task).source
+                if (fetched := task.result()) is not None:
+                    earlier = sources[: sources.index(source)]
+                    return fetched, [one.source for one in running.values() if one.source in earlier]
+        return None, []
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Beat(PeerMessage, frozen=True):
 
 
 class Addressed(PeerMessage, frozen=True):
-    """A request between two members, with the processes that are meant (processes.py)."""
+    """A request between two members, with the processes that are meant (node/calls.py)."""
 
     sender: Process
     receiver: Process
@@ -308,7 +308,7 @@ class StateHead(PeerMessage, frozen=True):
     note: bytes
     size: Annotated[int, Meta(ge=0, le=1 << 42)]
     digest: Sha256
-    """Of the state (node/state_digest.py)."""
+    """Of the state (audit/witnesses.py)."""
 
     def __post_init__(self) -> None:
         if "sequence" not in self.numbers:

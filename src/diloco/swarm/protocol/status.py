@@ -39,7 +39,7 @@ class Status(Struct, forbid_unknown_fields=True):
     contributed_round: Count = -1
     """The last round that has its contribution in the mean."""
     process: Process = ""
-    """Of two processes with one identity the earlier is the lower (processes.py)."""
+    """Of two processes with one identity the earlier is the lower (node/calls.py)."""
     label: Annotated[str, Meta(max_length=64)] = ""
     """The user's name for the machine."""
 
