@@ -25,7 +25,7 @@ class SwarmConfig:
     refusals_to_ban: int = 3
     """A worker is banned after this many refused contributions; ten good ones make up for one."""
     seats: int = option(1, may_differ="in a swarm")
-    """So many invitations are printed at the start, each for one worker; `diloco invite RUN` makes more."""
+    """The number of invitations printed at the start, each for one worker; `diloco invite RUN` makes more."""
     invitation_days: float = option(30.0, may_differ="in a swarm")
     """Those invitations are valid for this many days."""
 

@@ -20,7 +20,7 @@ class CommittedParts:
         self._leaves: dict[str, list[bytes]] = {entry.peer: [] for entry in plan.contributors if entry.peer != me}
         self.proofs: dict[str, bytes] = {}
         self.signatures: dict[str, bytes] = {}
-        """Of each sender under its contribution: its header, and the root that its parts are bound to."""
+        """Each sender's signature under its contribution: its header, and the root that its parts are bound to."""
 
     def add(self, peer: str, parts: memoryview) -> None:
         """The next ones of the range; this worker's own are known."""

@@ -41,7 +41,7 @@ def sampled_parts(plan: Plan, reducer: str, num_parts: int) -> list[int]:
 
 
 def compares(plan: Plan) -> bool:
-    """Of too few or too many contributions directions tell nothing; without a bound on norms all are trusted."""
+    """Whether directions tell anything: too few or too many contributions do not, nor a run without a bound on norms."""
     return plan.max_norm_ratio is not None and directions.FEWEST <= len(plan.contributors) <= directions.MOST
 
 
@@ -53,7 +53,7 @@ def compare(values: Sequence[Tensor]) -> bytes:
 
 
 def size(plan: Plan) -> int:
-    """Of what a reducer tells, in bytes."""
+    """The size of what a reducer tells, in bytes."""
     return 2 * directions.num_pairs(len(plan.contributors)) if compares(plan) else 0
 
 
@@ -90,7 +90,7 @@ def told_of(
 
 @torch.no_grad()
 def cosine_of(posted: PostedRound, one: Sequence[bytes], other: Sequence[bytes]) -> float:
-    """Of the same encoded parts of two contributions."""
+    """The cosine of the same encoded parts of two contributions."""
     decoded = []
     for parts in (one, other):
         values = torch.empty(len(parts), posted.part_elements)

@@ -38,10 +38,10 @@ class Liars:
         self.is_majority: Callable[[int, Collection[str]], bool] = lambda *_: False
         """(round, voters) -> whether these are most of the members that counted for it (protocol/quorum.py)."""
         self.encodings: dict[int, Encoding] = {}
-        """Of the rounds that this worker has posted, by fragment."""
+        """How the contributions to rounds that this worker has posted are encoded, by fragment."""
 
     def compare(self, plan: Plan, some: Sequence[Vote | Certificate]) -> None:
-        """Of several means of one plan: which worker has signed two."""
+        """Find and ban the worker that has signed two of several means of one plan."""
         proof = find_two_ranges(plan, some)
         if proof is not None:
             self.record(proof, self._two_ranges(proof))

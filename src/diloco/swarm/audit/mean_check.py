@@ -70,9 +70,9 @@ class _Counted:
     mean: Bytes
     """Until it is checked."""
     processes: dict[str, str]
-    """Of each contributor: one that was restarted has forgotten its parts."""
+    """The process of each contributor: one that was restarted has forgotten its parts."""
     numbers: dict[str, Numbers] = field(default_factory=dict)
-    """By contributor, the numbers of one part after another."""
+    """Contributor -> the numbers of one part after another."""
 
     @property
     def numbers_a_part(self) -> int:

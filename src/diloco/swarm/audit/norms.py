@@ -57,12 +57,12 @@ def are_long(lie: LongParts, encoding: Encoding) -> bool:
 
 
 class NormCheck:
-    """Of one transfer."""
+    """The check of the norms of one transfer."""
 
     def __init__(self, plan: Plan, codec: Codec) -> None:
         self._plan, self._codec = plan, codec
         self._squares = dict.fromkeys((entry.peer for entry in plan.contributors), 0.0)
-        """Of the parts that have arrived from each contributor."""
+        """The squared norm of the parts that have arrived from each contributor."""
 
     def add(self, squares: list[float]) -> tuple[str, str] | None:
         """More parts of each contributor. One that has sent more than the norm in its header, and the reason why."""

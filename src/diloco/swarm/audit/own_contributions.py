@@ -42,9 +42,9 @@ async def hash_parts(posted: PostedRound) -> merkle.Tree:
 @dataclass(eq=False)
 class OwnContribution:
     sequence: int
-    """Of its round."""
+    """The number of its round."""
     leaves: merkle.Tree
-    """Of the posted parts; each post has a tree of its own."""
+    """The tree over the posted parts; each post has one of its own."""
     data: memoryview
     """A copy of the posted parts, once `copying` is done."""
     copying: "asyncio.Future[None]"
@@ -84,6 +84,6 @@ class OwnContributions:
 
 
 def _copy(into: memoryview, data: memoryview) -> None:
-    """By torch, which lets other threads go on."""
+    """Torch copies, and lets other threads go on meanwhile."""
     if data:
         torch.frombuffer(into, dtype=torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))

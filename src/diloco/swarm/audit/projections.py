@@ -119,7 +119,7 @@ def estimate_norm(numbers: Numbers, count: int) -> float | None:
 
 
 def estimate_cosine(one: Numbers, other: Numbers) -> float:
-    """Of two vectors with these numbers, by about one over the root of how many there are."""
+    """The cosine of two vectors with these numbers, within about one over the root of how many there are."""
     first, second = one.astype(np.float64), other.astype(np.float64)
     size = math.sqrt(float(first @ first) * float(second @ second))
     return float(first @ second) / size if size > 0 else 0.0

@@ -10,7 +10,7 @@ SIGNATURE_BYTES = 64
 
 
 class RangeSignatures:
-    """Of one plan."""
+    """The digests and signatures of one plan's ranges."""
 
     def __init__(self, plan: Plan, num_parts: int, part_bytes: int, notary: Notary) -> None:
         self._plan, self._num_parts, self._notary = plan, num_parts, notary
@@ -40,7 +40,7 @@ class RangeSignatures:
 
     @property
     def ranges(self) -> tuple[SignedRange, ...]:
-        """Of the whole mean."""
+        """The signed ranges of the whole mean."""
         return tuple(self._signed[peer] for peer in self._digests if peer in self._signed)
 
     def vote(self) -> Vote:

@@ -19,7 +19,7 @@ def pack(told: Comparison) -> bytes:
 
 
 def unpack(data: bytes, contributors: int, parts: int) -> Comparison:
-    """Of so many contributions in so many parts. Raises Malformed."""
+    """The comparison of so many contributions in so many parts. Raises Malformed."""
     if len(data) != size(contributors):
         raise Malformed(f"a comparison of {len(data)} bytes instead of {size(contributors)}")
     told = Comparison.of_numbers([*_form(contributors).unpack(data), parts], contributors)

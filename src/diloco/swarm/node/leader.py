@@ -33,7 +33,7 @@ class Leader:
         """From the end of a round until half of the workers were ready for the next one."""
         self._started = clock.now()
         self._last_end: float | None = None
-        """Of a round, led here or elsewhere."""
+        """When a round last ended, led here or elsewhere."""
         self._too_few: dict[str, int] = {}
         """Workers that are to be told so, and their round: no plan could be made, as too few were left in it."""
 

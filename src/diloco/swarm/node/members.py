@@ -71,7 +71,7 @@ class Members(Membership):
             del self._waiters[waiter]
 
     def _is_known_to_most(self, name: str) -> bool | None:
-        """Of the other live members that tell which ones they know; None if none does."""
+        """Whether most other live members know this one, of those that tell which they know; None if none tells."""
         told = [name[-8:] in peer.knows for peer in self.live() if peer.name != name and peer.knows is not None]
         return 2 * sum(told) > len(told) if told else None
 
@@ -116,7 +116,7 @@ class Members(Membership):
                 self._hear_addresses(peer, teller, entry.addresses)
 
     def take_seats(self, teller: str, seats: Iterable[tuple[str, bytes]]) -> None:
-        """Of workers that are away or banned, as another member shows by their credentials."""
+        """Take the seats of workers that are away or banned, as another member shows by their credentials."""
         for name, credential in seats:
             if name not in self.peers and name != self.me and self._new_from.take(teller, clock.now()):
                 self.permissions.take_seat_for(name, credential)

@@ -67,7 +67,7 @@ from diloco.version import __version__
 logger = logging.getLogger(__name__)
 
 CALLS_AT_ONCE, CALLS_PER_SECOND = 256.0, 64.0
-"""Of one peer. An honest one makes a few in a second, and some more when rounds are short or many are lost."""
+"""Calls of one peer. An honest one makes a few a second, and some more when rounds are short or many are lost."""
 _MAX_HELLO_BYTES = 8192
 
 

@@ -55,7 +55,7 @@ class Participant:
         self.settings = self.members.settings
         self.transfers = TransferTimes()
         self.layout: str | None = None
-        """Of what this worker trains, once it has posted."""
+        """The layout of what this worker trains, once it has posted."""
         self.rounds: dict[int, OwnRound] = {}
         """Rounds that this worker has posted and that have not ended, by sequence."""
         self.follower = RoundFollower(

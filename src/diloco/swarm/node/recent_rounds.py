@@ -31,7 +31,7 @@ MAX_BYTES = 1 << 30
 MAX_HELD_ROUNDS = 64
 """For a member that fetches the state."""
 _FREE_SHARE = 0.1
-"""Of the disk, which means leave free for others."""
+"""The share of the disk that means leave free for others."""
 
 
 @dataclass(frozen=True)
@@ -152,5 +152,5 @@ def on_disk(folder: Path, num_bytes: int) -> memoryview:
 
 
 def _copy(into: memoryview, memory: SharedMemory) -> None:
-    """By torch, which lets other threads go on."""
+    """Torch copies, and lets other threads go on meanwhile."""
     torch.frombuffer(into, dtype=torch.uint8).copy_(torch.frombuffer(memory.view, dtype=torch.uint8))

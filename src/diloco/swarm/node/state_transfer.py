@@ -116,11 +116,11 @@ class StateTransfer:
         self._snapshot: asyncio.Future[Snapshot | None] | None = None
         self.witnesses = Witnesses(self.members, outcomes.calls, self._shared_snapshot)
         self.most_bytes = LARGEST_STATE
-        """Of a state of this run, as the trainer says."""
+        """A state of this run is no larger, as the trainer says."""
         self._refused_since: float | None = None
         """When this worker first refused a state that other members do not have."""
         self._ended: tuple[dict[int, bytes], list[Plan]] = ({}, [])
-        """Of the state that was fetched last: how rounds have ended for its source, and the plans of later means."""
+        """How rounds have ended for the source of the state that was fetched last, and the plans of later means."""
         self._without_means: set[str] = set()
         """Sources that no longer keep the means which the trainer lacks, or show others."""
         self._failed: set[str] = set()

@@ -207,12 +207,12 @@ class Transfer:
 
     @property
     def ranges(self) -> tuple[SignedRange, ...]:
-        """Of the mean, once `run` has returned."""
+        """The signed ranges of the mean, once `run` has returned."""
         return self._signatures.ranges
 
     @property
     def comparison(self) -> Comparison:
-        """Of the contributions, once `run` has returned; the reducers may lie about it."""
+        """How the contributions compare, once `run` has returned; the reducers may lie about it."""
         return self._others_comparison + self._own_comparison
 
     # As a reducer
@@ -391,7 +391,7 @@ class Transfer:
 
     @torch.no_grad()
     def _squared_norm(self, rows: range, reducer: str) -> float:
-        """Of these rows of the mean, which go into the digest of the reducer's range."""
+        """The squared norm of these rows of the mean, which go into the digest of the reducer's range."""
         self._signatures.add(reducer, self._mean(rows))
         squares, encoded = 0.0, _rows(self._mean(rows), len(rows))
         for some in torch.split(encoded, max(1, _BATCH_ELEMENTS // self.posted.part_elements)):

@@ -84,7 +84,7 @@ class Attendance:
 
 
 class _Misses:
-    """Of each member: the rounds in a row that it has missed, and those that have passed it over since its chance."""
+    """The rounds in a row that each member has missed, and those that have passed it over since its chance."""
 
     def __init__(self) -> None:
         self._counts: LruCache[tuple[int, int]] = LruCache(MAX_WORKERS)

@@ -89,7 +89,7 @@ class TwoPlans(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     one: CertifiedPlan
     other: CertifiedPlan
     credentials: Annotated[dict[PeerName, Annotated[bytes, Meta(max_length=4096)]], Meta(max_length=MAX_WORKERS)]
-    """Of the voters: the receiver may not have met them."""
+    """The credentials of the voters: the receiver may not have met them."""
 
     def voters(self) -> list[str]:
         """Those whose votes are in both; their signatures are checked."""
@@ -142,7 +142,7 @@ def reducers(plan: Plan, num_parts: int) -> list[str]:
 
 
 def range_digests(plan: Plan, num_parts: int, mean: Bytes) -> list[bytes]:
-    """Of an encoded mean that has arrived whole."""
+    """The digests of the ranges of an encoded mean that has arrived whole."""
     width = len(mean) // num_parts if num_parts else 0
     view = memoryview(mean)
     found = []

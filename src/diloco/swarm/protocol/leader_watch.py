@@ -11,7 +11,7 @@ from diloco.swarm.protocol.transfer_times import TransferTimes
 
 _MOST_TERMS = 1000  # that an authority may be ahead of the last one: no member can take the highest there is
 _MOST_INQUIRIES = 8
-"""Of a peer in one round, while a member with a lower number leads; then one more after each pause, which doubles, so
+"""A peer may ask so often in one round while another member leads; then once after each pause, which doubles, so
 that a usurper has ever less effect and an honest swarm whose views differ for long settles all the same."""
 
 

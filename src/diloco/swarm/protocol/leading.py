@@ -107,7 +107,7 @@ class LedRoundState:
         # Of the plan that is carried out now
         self.plan: Plan | None = None
         self.votes: dict[str, Vote] = {}
-        """Of the workers that have the whole mean of `plan`."""
+        """The votes of the workers that have the whole mean of `plan`."""
         self.refusals: dict[str, object] = {}
         """What workers have answered to it instead of Done."""
         self._certified_at = math.inf

@@ -248,7 +248,7 @@ class Outcome(PeerMessage, frozen=True):
     plan: Plan | None = None
     certificate: Certificate | None = None
     credentials: Annotated[dict[PeerName, Credential], Meta(max_length=MAX_WORKERS)] = field(default_factory=dict)
-    """Of the workers that have signed the certificate: the receiver may not have met them."""
+    """The credentials of its voters: the receiver may not have met them."""
 
 
 class AskEnds(PeerMessage, frozen=True):
@@ -268,7 +268,7 @@ class Ends(PeerMessage, frozen=True):
             raise Malformed(f"{len(self.plans)} bytes of digests")
 
     def plan(self, index: int) -> bytes:
-        """Of one round; empty where the sender does not know."""
+        """How one round has ended; empty where the sender does not know."""
         plan = self.plans[index * END_BYTES : (index + 1) * END_BYTES]
         return plan if any(plan) else b""
 
@@ -308,7 +308,7 @@ class StateHead(PeerMessage, frozen=True):
     note: bytes
     size: Annotated[int, Meta(ge=0, le=1 << 42)]
     digest: Sha256
-    """Of the state (audit/witnesses.py)."""
+    """What all members have alike of this state (audit/witnesses.py)."""
 
     def __post_init__(self) -> None:
         if "sequence" not in self.numbers:

@@ -119,9 +119,9 @@ class Plan(PeerMessage, frozen=True, dict=True):
     max_norm_ratio: float | None
     merge: Merge = "mean"
     shares: Annotated[tuple[Share, ...], Meta(max_length=MAX_WORKERS)] = ()
-    """Of each entry in the reduction (protocol/shares.py); () if all have the same one."""
+    """The share of each entry in the reduction (protocol/shares.py); () if all have the same one."""
     rounds: Annotated[tuple[Rounds, ...], Meta(max_length=MAX_WORKERS)] = ()
-    """Of work that each entry counts as at most (protocol/missed_rounds.py); () if as one each."""
+    """The rounds of work that each entry counts as at most (protocol/missed_rounds.py); () if as one each."""
     counted: Annotated[tuple[int, ...], Meta(max_length=MAX_WORKERS)] = ()
     """Live members with the state, and work in an earlier mean: they count for the next round too (quorum.py)."""
     last_ended: Annotated[int, Meta(ge=-1)] = -1

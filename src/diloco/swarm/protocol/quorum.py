@@ -26,7 +26,7 @@ class Quorum:
     def __init__(self, members: Membership) -> None:
         self._members, self._settings = members, members.settings
         self.agreed: Agreed | None = None
-        """Of the last round that has ended here, or at the worker that gave this one its state."""
+        """How the last round has ended here, or at the worker that gave this one its state."""
         self._counted: dict[int, frozenset[str]] = {}
         """The members that counted for the last rounds, by round."""
         self._votes: dict[int, int] = {}
@@ -138,7 +138,7 @@ class Quorum:
         return self.is_majority(agreed.certificate.signatures)
 
     def is_majority(self, names: Collection[str]) -> bool:
-        """Of the members that count; any number is, where they are fewer than three.
+        """Whether these are most of the members that count; any number is, where they are fewer than three.
 
         Which ones count on though the last plan left them out, members on two sides of a split see differently. So it
         must be a majority of those that the plan names too: two such majorities share a member, whatever each sees.

@@ -75,13 +75,13 @@ class RoundState:
     leader: str | None = None
     """The leader that has this worker's header."""
     refusals: int = 0
-    """Of the header, in a row."""
+    """How often the header was refused in a row."""
     plan: Plan | None = None
     planned_at: float | None = None
     vote: Vote | None = None
     """For the whole mean of `plan`, which is in the posted memory."""
     comparison: Comparison = field(default_factory=Comparison)
-    """Of the contributions to that mean, where this worker took part in its transfer."""
+    """How the contributions to that mean compare, where this worker took part in its transfer."""
     phases: RoundPhases = field(default_factory=RoundPhases)
     """Where the seconds of that mean went, on the same condition."""
     cleared: set[str] = field(default_factory=set)

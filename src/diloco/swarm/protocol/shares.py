@@ -33,7 +33,7 @@ class Shares:
         self._failed: LruCache[tuple[float, float]] = LruCache(_MAX_PAIRS)
         """Pair -> until when it counts as bad, and for how long it did the last time."""
         self._withheld: LruCache[tuple[float, float]] = LruCache(MAX_WORKERS)
-        """Of a worker that did not send its means, the same."""
+        """The same for a worker that did not send its means."""
 
     def record_failure(self, one: str, other: str) -> bool:
         """A transfer between two live workers has failed; whether that is news."""

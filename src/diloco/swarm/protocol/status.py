@@ -33,13 +33,13 @@ class Status(Struct, forbid_unknown_fields=True):
     tokens: Count = 0
     """That this worker has trained on itself, in all its starts as far as they are in the run."""
     run_tokens: Count = 0
-    """Of all workers, behind the contributions in the run's means; 0 where they are not counted."""
+    """The tokens of all workers behind the contributions in the run's means; 0 where they are not counted."""
     loss: float = -1.0
     step_seconds: float = 0.0
     contributed_round: Count = -1
     """The last round that has its contribution in the mean."""
     process: Process = ""
-    """Of two processes with one identity the earlier is the lower (node/calls.py)."""
+    """The name of its process: of two with one identity the earlier is the lower (node/calls.py)."""
     label: Annotated[str, Meta(max_length=64)] = ""
     """The user's name for the machine."""
 

@@ -63,9 +63,9 @@ ALONE_SHARE = 2.0
 PLAN_SHARE = 2.0
 """Times `lost_seconds`: how long a leader may take for a plan when all have posted, which is one inquiry."""
 PASSED_OVER_SECONDS = 60.0
-"""So long a leader that did not go on is passed over, and the next member leads."""
+"""A leader that did not go on is passed over for this long, and the next member leads."""
 TWO_ENDS_SECONDS = 3600.0
-"""So long the leaders of a round with two ends are passed over, if none can be proved to lie."""
+"""The leaders of a round with two ends are passed over for this long, if none can be proved to lie."""
 
 # A round, for its leader
 
@@ -95,11 +95,11 @@ MEAN_SHARE = 1.5
 TROUBLE_SECONDS = 0.5
 """After the first report of a failed transfer, before it is judged: a dead worker is found out in this time."""
 BAD_PAIR_SECONDS = 60.0
-"""So long two workers exchange no parts after a failed transfer, and twice as long each further time."""
+"""Two workers exchange no parts for this long after a failed transfer, and twice as long each further time."""
 LONGEST_BAD_SECONDS = 3600.0
 """And this at most."""
 WITHHELD_SECONDS = 600.0
-"""So long a worker that withheld its means reduces nothing: ten minutes, then twice as long each time."""
+"""A worker that withheld its means reduces nothing for this long, and twice as long each further time."""
 
 # The state
 
@@ -212,7 +212,7 @@ PACING_SHORT_SECONDS = 0.5
 PACING_LONG_SECONDS = 1.5
 """The window shrinks when they take longer: a heartbeat on the same line would wait as long behind them."""
 LINGER_SECONDS = 20.0
-"""So long a closed stream waits until its last bytes have arrived; p2pd would lose them."""
+"""A closed stream waits this long until its last bytes have arrived; p2pd would lose them."""
 DAEMON_START_SECONDS = 20.0
 """For p2pd to begin to listen."""
 DAEMON_STOP_SECONDS = 2.0

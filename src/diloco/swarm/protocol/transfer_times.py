@@ -16,7 +16,7 @@ from diloco.swarm.protocol.plan import MAX_WORKERS, Plan
 class TransferTimes:
     def __init__(self) -> None:
         self._seconds: LruCache[float] = LruCache(MAX_WORKERS)
-        """Of the last transfer that each peer was in."""
+        """How long the last transfer took that each peer was in."""
         self._rates: LruCache[float] = LruCache(MAX_WORKERS)
         """Bytes a second from each peer, in the last transfer that had enough of them."""
 

@@ -42,7 +42,7 @@ class Dropped:
 
 
 class Troubles:
-    """Of one round."""
+    """The reports of one round."""
 
     def __init__(self, members: Membership) -> None:
         self._members = members
@@ -150,7 +150,7 @@ class _Quarrel:
 
 
 class Quarrels:
-    """Of all rounds that this node leads: which workers cannot be in a plan together.
+    """Which workers cannot be in a plan together, in all rounds that this node leads.
 
     One of two that quarrel lies, or neither does, and no third worker can tell. So one of them rests in each round, and
     no time is lost, as no plan has both. In a knot of quarrels either the fewest workers rest that leave no two that
@@ -179,7 +179,7 @@ class Quarrels:
         self._quarrels = {pair: one for pair, one in self._quarrels.items() if not set(pair) <= set(names)}
 
     def left_out(self, names: Sequence[str], sequence: int, is_majority: Callable[[Collection[str]], bool]) -> set[str]:
-        """Of these workers. `is_majority`: whether some are enough for a plan."""
+        """The ones of these workers that rest. `is_majority`: whether some are enough for a plan."""
         here = [pair for pair, one in self._quarrels.items() if set(pair) <= set(names) and one.holds(sequence)]
         out: set[str] = set()
         for knot in _knots(here):

@@ -78,7 +78,7 @@ class MemoryNetwork:
         self.trace = Trace()
         self.peers: dict[str, MemoryTransport] = {}
         self.first_answers = False
-        """Of two processes that have one name; else the second one does."""
+        """Whether the first of two processes that have one name answers; else the second one does."""
         self.cut: set[str] = set()
         self.sides: list[set[str]] = []
         """A peer of one side hears and says nothing to one of another; a peer of no side talks to all."""
@@ -173,7 +173,7 @@ class MemoryStream(Stream):
         self._serial = outgoing.serial
 
     def __hash__(self) -> int:
-        """By the order of creation: a set of streams has the same order in every run."""
+        """The order of creation: a set of streams has the same order in every run."""
         return self._serial
 
     async def write(self, data: bytes | memoryview, seconds: float) -> None:
@@ -248,7 +248,7 @@ class MemoryTransport(Transport):
         return other.twin if other is not None and other.frozen and other.twin is not None else other
 
     async def disconnect(self, peer: str) -> None:
-        """Of two processes that have one name, the next connection is to the other one, unless that one is frozen."""
+        """The next connection is to the other of two processes that have one name, unless that one is frozen."""
         reached = self.connected.pop(peer, None) or self.network.peers.get(peer)
         if reached is not None and reached.twin is not None and not reached.twin.frozen:
             self.connected[peer] = reached.twin

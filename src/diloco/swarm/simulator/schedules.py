@@ -68,9 +68,9 @@ class ScheduleResult:
     means: dict[int, dict[str, set[str]]] = field(default_factory=dict)
     """Round -> mean -> the lives that have counted it."""
     offences: list[str] = field(default_factory=list)
-    """Of honest workers against each other."""
+    """What honest workers hold against each other."""
     faults_found: list[str] = field(default_factory=list)
-    """Of a worker's own program."""
+    """Faults of a worker's own program."""
     problem: str = ""
     outside: bool = False
     """Liars were half of a round's members: which of two states is right, a third one cannot tell (protocol.md). Or one
