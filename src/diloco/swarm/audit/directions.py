@@ -41,7 +41,7 @@ def sampled_parts(plan: Plan, reducer: str, num_parts: int) -> list[int]:
 
 
 def compares(plan: Plan) -> bool:
-    """Whether directions tell anything: too few or too many contributions do not, nor a run without a bound on norms."""
+    """Whether directions are compared: not of too few or too many contributions, nor without a bound on norms."""
     return plan.max_norm_ratio is not None and directions.FEWEST <= len(plan.contributors) <= directions.MOST
 
 
