@@ -12,6 +12,15 @@ Event = dict[str, Any]
 
 
 def read_events(folder: Path) -> list[Event]:
-    """All lines of a run's log, each under the last number of its worker."""
-    text = (folder / EVENTS_FILE).read_text(encoding="utf-8") if (folder / EVENTS_FILE).exists() else ""
-    return follow_numbers([json.loads(line) for line in text.splitlines() if line])
+    """All whole lines of a run's log so far, each under the last number of its worker; a kill may have cut one."""
+    path = folder / EVENTS_FILE
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    return follow_numbers([event for line in lines if (event := _event(line)) is not None])
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "type" in event else None
