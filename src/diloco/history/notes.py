@@ -69,7 +69,7 @@ _Reasoned = (
 
 
 @dataclass(frozen=True)
-class Note:
+class RunNote:
     """One line about a run."""
 
     time: float
@@ -85,7 +85,7 @@ class RunNotes:
     """The notes of a run in the order of its events; what several workers of this machine tell is there once."""
 
     def __init__(self) -> None:
-        self.notes: list[Note] = []
+        self.notes: list[RunNote] = []
         self.lines: list[str] = []
         """The texts for the terminal."""
         self._workers = 1
@@ -109,11 +109,11 @@ class RunNotes:
                 self._add(event, "warning", text, counted=False)
 
     @property
-    def last(self) -> Note | None:
+    def last(self) -> RunNote | None:
         """The latest note."""
         return self.notes[-1] if self.notes else None
 
-    def since(self, last: Note | None) -> list[Note]:
+    def since(self, last: RunNote | None) -> list[RunNote]:
         """The notes after this one that the terminal shows on lines of their own; after a whole new reading of the log,
         in which a worker may have another number, those that are later."""
         after = self.notes
@@ -130,7 +130,7 @@ class RunNotes:
         subject: tuple[object, ...] = (text,)
         if isinstance(event, MemberEvent | RenumberedEvent):
             subject = (event.type, event.member, event.peer)
-        note = Note(event.time, event.worker, kind, text, subject, counted)
+        note = RunNote(event.time, event.worker, kind, text, subject, counted)
         if self._is_repeated(note):
             return
         self.notes.append(note)
@@ -138,7 +138,7 @@ class RunNotes:
         if not note.counted:
             self.lines.append(text)
 
-    def _is_repeated(self, note: Note) -> bool:
+    def _is_repeated(self, note: RunNote) -> bool:
         """The same within a minute: by another worker, or with nothing in between."""
         for earlier in reversed(self.notes[-_COMPARED:]):
             if earlier.subject == note.subject:

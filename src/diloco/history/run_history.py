@@ -55,7 +55,7 @@ from diloco.history.members import MembersHistory
 from diloco.history.notes import RunNotes
 from diloco.history.renumbering import follow_numbers
 from diloco.history.rounds import RoundsHistory
-from diloco.history.waterfall import Span, round_spans
+from diloco.history.waterfall import PhaseSpan, round_spans
 from diloco.history.workers import OwnWork, WorkerHistory
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class RunHistory:
         known = {number: worker for number, worker in self.workers.items() if worker.own_work is not None}
         return {number: worker.all_work() for number, worker in known.items()}
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[PhaseSpan]:
         """What each worker did at every moment of its rounds."""
         began = {number: worker.began for number, worker in self.workers.items()}
         return round_spans([round_ for _, round_ in sorted(self.rounds.by_sequence.items())], began)

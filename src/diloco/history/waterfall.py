@@ -23,7 +23,7 @@ PHASES: tuple[Phase, ...] = ("compute", "encode", "send", "wait", "reduce", "mer
 
 
 @dataclass(frozen=True)
-class Span:
+class PhaseSpan:
     """A worker in one phase, from `start` to `end` in seconds since 1970."""
 
     worker: int
@@ -36,7 +36,7 @@ class Span:
     """The round gave this worker no mean."""
 
 
-def round_spans(rounds: Sequence[RoundHistory], began: Mapping[int, Sequence[float]]) -> list[Span]:
+def round_spans(rounds: Sequence[RoundHistory], began: Mapping[int, Sequence[float]]) -> list[PhaseSpan]:
     """The spans of all workers, each in the order of time; steps after the last round are in none.
 
     `began`: when each worker of this machine began to take inner steps.
@@ -57,9 +57,9 @@ class _Timeline:
     def __init__(self, worker: int) -> None:
         self.worker = worker
         self._now: float | None = None
-        self._spans: list[Span] = []
+        self._spans: list[PhaseSpan] = []
 
-    def spans_of(self, began: Iterable[float], rounds: Iterable[tuple[int, WorkerRound]]) -> list[Span]:
+    def spans_of(self, began: Iterable[float], rounds: Iterable[tuple[int, WorkerRound]]) -> list[PhaseSpan]:
         """Go through what happened in the order of time; with overlap a round is posted before another has ended."""
         moments = [(time, 0, -1, WorkerRound()) for time in began]
         for sequence, part in rounds:
@@ -91,7 +91,7 @@ class _Timeline:
 
     def _until(self, end: float, phase: Phase, sequence: int, failed: bool = False) -> None:
         if self._now is not None and end > self._now:
-            self._spans.append(Span(self.worker, sequence, phase, self._now, end, failed))
+            self._spans.append(PhaseSpan(self.worker, sequence, phase, self._now, end, failed))
         self._now = end if self._now is None else max(self._now, end)
 
 

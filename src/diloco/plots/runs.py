@@ -14,7 +14,7 @@ from diloco.history.events import EVENTS_VERSION
 from diloco.history.log import EVENTS_FILE
 from diloco.history.rounds import RoundHistory
 from diloco.history.run_history import LiveHistory, RunHistory
-from diloco.history.waterfall import PHASES, Span
+from diloco.history.waterfall import PHASES, PhaseSpan
 from diloco.plots.panels import PALETTE, Panel, Series, Values
 
 _MOST_POINTS = 2000
@@ -354,7 +354,7 @@ def _waterfalls(asked: _Asked) -> list[Panel]:
     return panels
 
 
-def _span_series(label: str, spans: Sequence[Span], workers: Sequence[int], start: float) -> Series:
+def _span_series(label: str, spans: Sequence[PhaseSpan], workers: Sequence[int], start: float) -> Series:
     rows = [float(workers.index(span.worker)) for span in spans]
     begins = [span.start - start for span in spans]
     ends = [span.end - start for span in spans]

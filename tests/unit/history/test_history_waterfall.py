@@ -8,7 +8,7 @@ import pytest
 from diloco.core.config import SyncConfig
 from diloco.history.events import event_fields
 from diloco.history.run_history import history_of
-from diloco.history.waterfall import Span
+from diloco.history.waterfall import PhaseSpan
 from diloco.outer.rounds import RoundEvent
 from diloco.training.records.agreement import Agreement
 from diloco.training.records.worker_events import round_ended
@@ -24,11 +24,11 @@ def ended(time: float, **fields: Any) -> Event:
     return event("round", time, **({"sequence": 0, "step": 5, "failure": None, "merge_seconds": 1.0} | fields))
 
 
-def seconds(spans: list[Span]) -> list[tuple[str, float]]:
+def seconds(spans: list[PhaseSpan]) -> list[tuple[str, float]]:
     return [(span.phase, pytest.approx(span.end - span.start)) for span in spans]
 
 
-def spans_of(events: list[Event]) -> list[Span]:
+def spans_of(events: list[Event]) -> list[PhaseSpan]:
     return history_of(events).spans()
 
 
@@ -69,7 +69,7 @@ def test_a_pause_before_a_resume_is_no_computing() -> None:
     resumed = event("resumed", 500.0, step=5, rounds=1, workers=1)
     later = event("round_posted", 510.0, sequence=1, step=10)
     spans = spans_of([BEGIN, POSTED, ended(120.0, waited_seconds=7.0), resumed, later])
-    assert spans[-1] == Span(0, 1, "compute", 500.0, 510.0)
+    assert spans[-1] == PhaseSpan(0, 1, "compute", 500.0, 510.0)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

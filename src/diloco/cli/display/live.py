@@ -15,7 +15,7 @@ from rich.text import Text
 from diloco.cli.display.report import megabytes
 from diloco.cli.display.view import RunView, duration
 from diloco.history.figures import MemberFigures
-from diloco.history.notes import Note, printable
+from diloco.history.notes import RunNote, printable
 from diloco.history.run_history import LiveHistory, RunHistory
 from diloco.history.workers import WorkerHistory
 from diloco.models.pretrained import short_name
@@ -54,7 +54,7 @@ class Display:
         self._next = 0.0
         self._stage = ""
         self._validations_shown = 0
-        self._last_note: Note | None = None
+        self._last_note: RunNote | None = None
         self._doing: str | None = None
         self._doing_since = time.monotonic()
         self._line = ""
