@@ -157,7 +157,8 @@ class SwarmEngine(Engine):
             lambda number: messages.FetchState(number, self.most_state_bytes), "the others' state", seconds
         )
         assert isinstance(answer, messages.StateFetched)
-        self._has_state, self._sidecar_losses_handled = True, losses
+        self._has_state = True
+        self._sidecar_losses_handled = losses
         state = answer.state
         if state is None:
             return None
@@ -221,7 +222,8 @@ class SwarmEngine(Engine):
         """Repeats the request if the sidecar is lost. Also returns how many sidecars had been lost at the request."""
         deadline = time.monotonic() + seconds
         while True:
-            number, losses = self._sidecar.new_number(), self._sidecar.times_lost
+            number = self._sidecar.new_number()
+            losses = self._sidecar.times_lost
             answer = self._sidecar.request(request(number))
             try:
                 return answer.result(max(0.0, deadline - time.monotonic())), losses
@@ -244,7 +246,8 @@ class SwarmEngine(Engine):
         self._sidecar.close()
         self._snapshots.close()
         self._memory.clear()
-        on_close, self._on_close = self._on_close, None
+        on_close = self._on_close
+        self._on_close = None
         if on_close is not None:
             on_close()
 

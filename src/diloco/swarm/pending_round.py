@@ -116,8 +116,11 @@ class SwarmRound(PendingRound):
     def __init__(
         self, owner: RoundOwner, contribution: Contribution, message: PostRound, answer: "Future[Any]"
     ) -> None:
-        self._owner, self._contribution, self._answer = owner, contribution, answer
-        self._number, self._sequence = message.number, message.round.key.sequence
+        self._owner = owner
+        self._contribution = contribution
+        self._answer = answer
+        self._number = message.number
+        self._sequence = message.round.key.sequence
         self._posted: PostedRound | None = message.round
         self._deadline = time.monotonic() + message.round.deadline_seconds + timing.DEADLINE_GRACE_SECONDS
         self._outcome: RoundResult | DiLoCoError | None = None
@@ -131,7 +134,8 @@ class SwarmRound(PendingRound):
             wait([self._answer], min(timing.OUTCOME_POLL_SECONDS, left))
         if self._answer.exception() is not None:
             return None
-        outcome, posted = self._answer.result().outcome, self._posted
+        outcome = self._answer.result().outcome
+        posted = self._posted
         if posted is None or outcome.failure is not None or not outcome.total_weight:
             return None
         self._copy_mean(posted)
@@ -182,7 +186,8 @@ class SwarmRound(PendingRound):
         return RoundFailed(reason if reason.startswith(prefix) else prefix + reason, resync=resync)
 
     def _result(self, outcome: RoundOutcome) -> RoundResult:
-        vector, posted = self._contribution.vector, self._posted
+        vector = self._contribution.vector
+        posted = self._posted
         assert posted is not None
         if outcome.failure is None and outcome.total_weight > 0 and not self._has_mean:
             self._copy_mean(posted)

@@ -21,7 +21,8 @@ class SharedMemory(mmap.mmap):
     def __new__(cls, fd: int, size: int) -> "SharedMemory":
         """Takes over the descriptor of a memfd that holds `size` bytes or more."""
         memory = super().__new__(cls, fd, max(size, 1))  # zero bytes cannot be mapped
-        memory.fd, memory.num_bytes = fd, size
+        memory.fd = fd
+        memory.num_bytes = size
         weakref.finalize(memory, os.close, fd)
         return memory
 

@@ -15,7 +15,9 @@ MAX_PROOF_BYTES = 4096
 class CommittedParts:
     def __init__(self, plan: Plan, me: str, rows: range, posted: PostedRound) -> None:
         """`rows`: the range that `me` reduces."""
-        self._plan, self._rows, self._num_parts = plan, rows, posted.num_parts
+        self._plan = plan
+        self._rows = rows
+        self._num_parts = posted.num_parts
         self._part_bytes = posted.contribution.num_bytes // max(1, posted.num_parts)
         self._leaves: dict[str, list[bytes]] = {entry.peer: [] for entry in plan.contributors if entry.peer != me}
         self.proofs: dict[str, bytes] = {}

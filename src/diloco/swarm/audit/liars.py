@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 class Liars:
     def __init__(self, members: Members, calls: Calls, notary: Notary) -> None:
-        self._members, self._calls, self._notary = members, calls, notary
+        self._members = members
+        self._calls = calls
+        self._notary = notary
         self.on_ban: Callable[[], None] = lambda: None
         self.is_majority: Callable[[int, Collection[str]], bool] = lambda *_: False
         """(round, voters) -> whether these are most of the members that counted for it (protocol/quorum.py)."""
@@ -56,7 +58,8 @@ class Liars:
             return
         if not (one.plan.majority and other.plan.majority):
             return  # two runs that went on by themselves, as they may
-        sequence, leaders = one.plan.key.sequence, sorted({one.plan.leader, other.plan.leader})
+        sequence = one.plan.key.sequence
+        leaders = sorted({one.plan.leader, other.plan.leader})
         numbers = sorted({-one.plan.authority.minus_number, -other.plan.authority.minus_number})
         known = {*one.certificate.signatures, *other.certificate.signatures}
         credentials = {peer: self._members.permissions.credential_of(peer) for peer in sorted(known)}
@@ -84,7 +87,8 @@ class Liars:
 
     def _two_plans(self, lie: TwoPlans) -> dict[str, str]:
         """The liars, and why. Raises Malformed."""
-        one, other = lie.one, lie.other
+        one = lie.one
+        other = lie.other
         if one.plan.key != other.plan.key or one.plan.digest == other.plan.digest:
             raise Malformed("two plans of different rounds, or the same plan twice")
         self._notary.check(one.plan, one.certificate)
@@ -142,7 +146,8 @@ class Liars:
         What a header says counts against its sender only if that one has voted for the plan with it: a leader may have
         changed it.
         """
-        plan, permissions = agreed.plan, self._members.permissions
+        plan = agreed.plan
+        permissions = self._members.permissions
         offences = plan.offences()
         for offence in offences:
             if offence.peer in agreed.certificate.signatures:

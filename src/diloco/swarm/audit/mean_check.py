@@ -85,8 +85,11 @@ class _Counted:
 
 class MeanCheck:
     def __init__(self, members: Members, calls: Calls, liars: Liars) -> None:
-        self._members, self._calls, self._liars = members, calls, liars
-        self._me, self._seconds = members.me, members.settings.stall_seconds
+        self._members = members
+        self._calls = calls
+        self._liars = liars
+        self._me = members.me
+        self._seconds = members.settings.stall_seconds
         self.own = OwnContributions()
         self._shown_to = PeerRateLimit(PARTS_AT_ONCE, PARTS_PER_SECOND, MAX_PEERS)
         self._rounds: LruCache[_Counted] = LruCache(_KEPT)
@@ -154,7 +157,8 @@ class MeanCheck:
     async def _check(
         self, round_: _Counted, own: OwnContribution, copied: Callable[[], Awaitable[None]], delay: float
     ) -> None:
-        plan, used = round_.agreed.plan, codec(round_.posted.codec)
+        plan = round_.agreed.plan
+        used = codec(round_.posted.codec)
         has_numbers = not used.means_drop_values and not used.for_means.means_drop_values
         try:
             await copied()
@@ -183,16 +187,21 @@ class MeanCheck:
         posted = round_.posted
         if any(entry.peer == self._me for entry in round_.agreed.plan.contributors):
             await asyncio.shield(own.copying)
-            loop, used, parts = asyncio.get_running_loop(), codec(posted.codec), posted.num_parts
+            loop = asyncio.get_running_loop()
+            used = codec(posted.codec)
+            parts = posted.num_parts
             mine = await loop.run_in_executor(None, projections.project, used, own.data, parts, round_.signs)
             round_.numbers[self._me] = mine
             await self._tell(round_, mine)
 
     async def _compare(self, round_: _Counted) -> list[int | None]:
         """The parts to open."""
-        plan, posted = round_.agreed.plan, round_.posted
+        plan = round_.agreed.plan
+        posted = round_.posted
         loop = asyncio.get_running_loop()
-        means, parts, mean = codec(posted.codec).for_means, posted.num_parts, memoryview(round_.mean)
+        means = codec(posted.codec).for_means
+        parts = posted.num_parts
+        mean = memoryview(round_.mean)
         numbers, error, norms = await loop.run_in_executor(
             None, projections.project_mean, means, mean, parts, round_.signs
         )
@@ -225,7 +234,8 @@ class MeanCheck:
 
     async def _wait_for_numbers(self, round_: _Counted) -> list[str]:
         """The live contributors that have told none in time."""
-        plan, end = round_.agreed.plan, clock.now() + self._seconds
+        plan = round_.agreed.plan
+        end = clock.now() + self._seconds
         for entry in plan.contributors:
             early = self._early.get(f"{plan.digest.hex()} {entry.peer}")
             if early is not None:
@@ -267,7 +277,8 @@ class MeanCheck:
     def _far_directions(self, round_: _Counted) -> list[tuple[str, str]]:
         """Each reducer of whose cosines with this worker one is far from that of the numbers, and the other worker of
         the pair where it is farthest."""
-        plan, numbers = round_.agreed.plan, round_.numbers
+        plan = round_.agreed.plan
+        numbers = round_.numbers
         if not directions.compares(plan) or self._me not in numbers:
             return []
         found = []
@@ -284,7 +295,8 @@ class MeanCheck:
 
     async def _check_directions(self, round_: _Counted, pairs: Sequence[tuple[str, str]]) -> None:
         """Compare this worker's parts with the other's, in the parts that the reducer has compared."""
-        plan, posted = round_.agreed.plan, round_.posted
+        plan = round_.agreed.plan
+        posted = round_.posted
         said = dict(directions.told_of(plan, round_.agreed.certificate.ranges, self._me, posted))
         for teller, other in pairs:
             entry = plan.entry(other)
@@ -313,7 +325,8 @@ class MeanCheck:
 
     async def _open(self, round_: _Counted, part: int) -> None:
         """Add a part up again, and name the worker that has lied about it."""
-        plan, posted = round_.agreed.plan, round_.posted
+        plan = round_.agreed.plan
+        posted = round_.posted
         shown: dict[str, bytes] = {}
         for entry in plan.contributors:
             data = await self._shown_part(round_, entry.peer, entry.root, part)
@@ -332,8 +345,10 @@ class MeanCheck:
 
     def _compare_numbers(self, round_: _Counted, part: int, shown: dict[str, bytes]) -> None:
         """The mean is right: has a contributor told a wrong number?"""
-        posted, plan = round_.posted, round_.agreed.plan
-        count, sign = round_.numbers_a_part, round_.signs
+        posted = round_.posted
+        plan = round_.agreed.plan
+        count = round_.numbers_a_part
+        sign = round_.signs
         for peer, data in shown.items():
             told = round_.numbers.get(peer)
             if told is None:
@@ -345,7 +360,8 @@ class MeanCheck:
                     break
 
     async def _shown_part(self, round_: _Counted, peer: str, root: bytes, part: int) -> bytes | None:
-        request, asked_at = AskPart(round_.agreed.plan.digest, part), clock.now()
+        request = AskPart(round_.agreed.plan.digest, part)
+        asked_at = clock.now()
         answer = await self.show(peer, request) if peer == self._me else await self._ask(peer, request)
         for pause in timing.PART_PAUSES:
             if isinstance(answer, Part) or peer == self._me:
@@ -364,7 +380,8 @@ class MeanCheck:
         if len(answer.data) != round_.posted.contribution.num_bytes // round_.posted.num_parts:
             self._liars.record_unproved(peer, "it is bound to a part of another size")
             return None
-        found, total = merkle.leaves(memoryview(answer.data), len(answer.data)), round_.posted.num_parts
+        found = merkle.leaves(memoryview(answer.data), len(answer.data))
+        total = round_.posted.num_parts
         try:
             if merkle.root_from(found, range(part, part + 1), total, answer.proof) == root:
                 return answer.data
@@ -398,9 +415,11 @@ def _is_whole(numbers: Numbers | None) -> bool:
 @torch.no_grad()
 def _differs(round_: _Counted, part: int, contributions: list[bytes]) -> bool:
     """Whether a part of the mean is another than these contributions give, by more than rounding."""
-    posted, decision = round_.posted, round_.agreed.plan.decision
+    posted = round_.posted
+    decision = round_.agreed.plan.decision
     own = codec(posted.codec)
-    means, elements = own.for_means, posted.part_elements
+    means = own.for_means
+    elements = posted.part_elements
     encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, -1) for data in contributions]
     width = means.part_bytes(elements)
     out = torch.empty(1, width, dtype=torch.uint8)
@@ -408,7 +427,8 @@ def _differs(round_: _Counted, part: int, contributions: list[bytes]) -> bool:
     claimed = torch.frombuffer(bytearray(round_.mean[part * width : (part + 1) * width]), dtype=torch.uint8).view(1, -1)
     if torch.equal(out, claimed):
         return False
-    right, theirs = torch.empty(1, elements), torch.empty(1, elements)
+    right = torch.empty(1, elements)
+    theirs = torch.empty(1, elements)
     means.decode(out, right)
     means.decode(claimed, theirs)
     # A processor that fuses a multiplication with an addition rounds otherwise, and a codec may take another step then.

@@ -37,11 +37,14 @@ class Tree(list[bytes]):
 
     def node(self, low: int, high: int) -> bytes:
         """The digest of the subtree over these leaves."""
-        first, last, place = 0, len(self), 0
+        first = 0
+        last = len(self)
+        place = 0
         while (first, last) != (low, high):
             middle = (first + last) // 2
             if high <= middle:
-                last, place = middle, place + 1
+                last = middle
+                place = place + 1
             else:
                 first, place = middle, place + 2 * (middle - first)
         return bytes(self._nodes[DIGEST_BYTES * place : DIGEST_BYTES * (place + 1)])

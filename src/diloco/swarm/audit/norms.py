@@ -32,7 +32,8 @@ class Encoding(NamedTuple):
 @torch.no_grad()
 def norm_of(name: str, parts: Sequence[bytes | memoryview], part_elements: int) -> float:
     """The norm of some encoded parts; infinite if one is not finite."""
-    values, squares = torch.empty(1, part_elements), 0.0
+    values = torch.empty(1, part_elements)
+    squares = 0.0
     for part in parts:
         codec(name).decode(torch.frombuffer(bytearray(part), dtype=torch.uint8).view(1, -1), values)
         squares += float(torch.linalg.vector_norm(values.double())) ** 2
@@ -41,8 +42,10 @@ def norm_of(name: str, parts: Sequence[bytes | memoryview], part_elements: int) 
 
 def are_long(lie: LongParts, encoding: Encoding) -> bool:
     """Whether these are parts of the contribution, and longer than its header claims. Its signature is checked."""
-    header, used = parse_header(0, lie.contribution.header), codec(encoding.codec)
-    width, total = used.part_bytes(encoding.part_elements), encoding.num_parts
+    header = parse_header(0, lie.contribution.header)
+    used = codec(encoding.codec)
+    width = used.part_bytes(encoding.part_elements)
+    total = encoding.num_parts
     if len({shown.part for shown in lie.parts}) != len(lie.parts) or any(len(one.data) != width for one in lie.parts):
         return False
     for shown in lie.parts:
@@ -60,7 +63,8 @@ class NormCheck:
     """The check of the norms of one transfer."""
 
     def __init__(self, plan: Plan, codec: Codec) -> None:
-        self._plan, self._codec = plan, codec
+        self._plan = plan
+        self._codec = codec
         self._squares = dict.fromkeys((entry.peer for entry in plan.contributors), 0.0)
         """The squared norm of the parts that have arrived from each contributor."""
 
@@ -76,7 +80,8 @@ class NormCheck:
 
     def fault_of_mean(self, squares: float) -> str | None:
         """A mean is finite, and never longer than the longest contribution in it."""
-        longest, slack = self._plan.longest, self._codec.norm_slack * self._codec.for_means.norm_slack
+        longest = self._plan.longest
+        slack = self._codec.norm_slack * self._codec.for_means.norm_slack
         if math.isfinite(squares) and math.sqrt(squares) <= longest * slack:
             return None
         return f"its part of the mean is longer than any contribution ({longest:.3g})"

@@ -30,7 +30,9 @@ from diloco.swarm.trust.signatures import Purpose, is_signed, sign
 class Notary:
     def __init__(self, run: str, peer: str, seed: bytes) -> None:
         """`run`: its id. `seed`: this worker's private key."""
-        self._run, self._peer, self._seed = run, peer, seed
+        self._run = run
+        self._peer = peer
+        self._seed = seed
         self.is_invited: Callable[[str], bool] = lambda _: True
         """Whether a peer has shown a credential of this run; a vote of another one counts for nothing."""
 

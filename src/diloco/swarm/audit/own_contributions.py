@@ -18,7 +18,8 @@ from diloco.swarm.node import clock
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.trainer import PostedRound
 
-_MOST_KEPT, _MOST_BYTES = 64, 1 << 28
+_MOST_KEPT = 64
+_MOST_BYTES = 1 << 28
 _MOST_PLANS = 64
 _THREADS = 2
 
@@ -31,7 +32,9 @@ def num_kept(num_bytes: int) -> int:
 async def hash_parts(posted: PostedRound) -> merkle.Tree:
     """The tree over all parts. A round begins with it, so that more than one thread hashes them; it is kept, so that no
     question for a part costs the event loop more than a look."""
-    loop, contribution, parts = asyncio.get_running_loop(), posted.contribution, posted.num_parts
+    loop = asyncio.get_running_loop()
+    contribution = posted.contribution
+    parts = posted.num_parts
     width = contribution.num_bytes // max(1, parts)
     pieces = pairwise(parts * index // _THREADS * width for index in range(_THREADS + 1))
     hashing = [loop.run_in_executor(None, merkle.leaves, contribution.view[a:b], width) for a, b in pieces]

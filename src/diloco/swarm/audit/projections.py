@@ -41,7 +41,8 @@ _LOST_SHARE = 0.05  # of the norm of a part: what a codec with large steps turns
 _FP32_SHARE = 1e-5  # of the longest contribution
 CLIPPED_NUMBERS = 4
 """For each part of a clipped mean."""
-_LEAST_DISTANCE, _USUAL_DISTANCES = 0.1, 6.0
+_LEAST_DISTANCE = 0.1
+_USUAL_DISTANCES = 6.0
 _FEWEST_NUMBERS = 16
 _MOST_LEFT_OUT = 512  # sets of contributions that may count as the mean of the others
 
@@ -120,7 +121,8 @@ def estimate_norm(numbers: Numbers, count: int) -> float | None:
 
 def estimate_cosine(one: Numbers, other: Numbers) -> float:
     """The cosine of two vectors with these numbers, within about one over the root of how many there are."""
-    first, second = one.astype(np.float64), other.astype(np.float64)
+    first = one.astype(np.float64)
+    second = other.astype(np.float64)
     size = math.sqrt(float(first @ first) * float(second @ second))
     return float(first @ second) / size if size > 0 else 0.0
 
@@ -132,7 +134,8 @@ def clipped_suspects(
 
     `told`: the numbers of each contribution. `numbers`, `error`, `norms`: of the mean (`project_mean`).
     """
-    decision, parts = plan.decision, len(norms)
+    decision = plan.decision
+    parts = len(norms)
     scales = decision.scales or (1.0,) * len(plan.contributors)
     given = [
         told[entry.peer].astype(np.float64).reshape(parts, -1) * s

@@ -13,7 +13,9 @@ class RangeSignatures:
     """The digests and signatures of one plan's ranges."""
 
     def __init__(self, plan: Plan, num_parts: int, part_bytes: int, notary: Notary) -> None:
-        self._plan, self._num_parts, self._notary = plan, num_parts, notary
+        self._plan = plan
+        self._num_parts = num_parts
+        self._notary = notary
         self._digests = {peer: RangeDigest(part_bytes) for peer in plan.ranges(num_parts)}
         self._signed: dict[str, SignedRange] = {}
 
@@ -32,7 +34,8 @@ class RangeSignatures:
 
     def record(self, reducer: str, told: bytes) -> None:
         """The range is whole, and its reducer says that these are directions and its signature. Raises Malformed."""
-        directions, signature = told[:-SIGNATURE_BYTES], told[-SIGNATURE_BYTES:]
+        directions = told[:-SIGNATURE_BYTES]
+        signature = told[-SIGNATURE_BYTES:]
         signed = SignedRange(self._digests[reducer].digest(), signature, directions)
         if len(directions) != size(self._plan) or not self._notary.has_signed_range(self._plan, reducer, signed):
             raise Malformed("the part of the mean that has arrived is not the one that its reducer has signed")

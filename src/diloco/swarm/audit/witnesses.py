@@ -37,7 +37,9 @@ _MAX_HEADER_BYTES = 1 << 26
 class Witnesses:
     def __init__(self, members: Members, calls: Calls, snapshot: Callable[[], Awaitable[Snapshot | None]]) -> None:
         """`snapshot`: this worker's state now."""
-        self._members, self._calls, self._snapshot = members, calls, snapshot
+        self._members = members
+        self._calls = calls
+        self._snapshot = snapshot
         self._known: dict[int, bytes] = {}
         """The digests of this worker's last states, by the first round that is not in each."""
         self._last: tuple[weakref.ref[SharedMemory], bytes] | None = None
@@ -58,7 +60,8 @@ class Witnesses:
         if not status.has_state or not status.ended_round < request.sequence <= status.next_round:
             return StateDigest()
         if (now := (status.ended_round, status.next_round)) != self._taken_of:
-            self._taken_of, self._takes = now, 0
+            self._taken_of = now
+            self._takes = 0
         may_come = request.sequence == status.ended_round + 1 or self._takes < _MOST_TAKES
         if self._task is None and may_come and clock.now() - self._taken_at > timing.WITNESS_PAUSE_SECONDS:
             self._takes += 1
@@ -73,7 +76,8 @@ class Witnesses:
         except Malformed as problem:
             logger.warning("this worker's own state: %s", problem)
         finally:
-            self._task, self._taken_at = None, clock.now()
+            self._task = None
+            self._taken_at = clock.now()
 
     async def digest(self, snapshot: Snapshot, *, own: bool) -> bytes:
         """Raises Malformed."""
@@ -90,7 +94,8 @@ class Witnesses:
     def forget(self) -> None:
         """This worker takes over another state."""
         self._known.clear()
-        self._last, self._takes = None, 0
+        self._last = None
+        self._takes = 0
 
     # Asking witnesses
 
@@ -110,9 +115,13 @@ class Witnesses:
         No more of them than it takes: one that never comes so far does not hold up a worker that is sure already, and
         is asked for no longer than `lost_seconds` before another one is asked beside it.
         """
-        end, rest, patience = clock.now() + seconds, list(names), self._members.settings.lost_seconds
-        asked, waiting = dict[asyncio.Task[bytes | None], str](), set[asyncio.Task[bytes | None]]()
-        found, quiet = dict[str, bytes](), 0
+        end = clock.now() + seconds
+        rest = list(names)
+        patience = self._members.settings.lost_seconds
+        asked = dict[asyncio.Task[bytes | None], str]()
+        waiting = set[asyncio.Task[bytes | None]]()
+        found = dict[str, bytes]()
+        quiet = 0
         try:
             while True:
                 same = 1 + sum(other == digest for other in found.values())
@@ -132,7 +141,8 @@ class Witnesses:
                 task.cancel()
 
     async def _ask(self, name: str, sequence: int, end: float) -> bytes | None:
-        ended, moved = -1, clock.now()
+        ended = -1
+        moved = clock.now()
         while clock.now() < end:
             try:
                 answer = await self._calls.ask(name, AskStateDigest(sequence))
@@ -143,7 +153,8 @@ class Witnesses:
                     if peer is None or not peer.live or peer.status.ended_round + 1 >= sequence:
                         return None
                     if peer.status.ended_round > ended:  # it is behind, and may come so far
-                        ended, moved = peer.status.ended_round, clock.now()
+                        ended = peer.status.ended_round
+                        moved = clock.now()
                     if clock.now() - moved > self._members.settings.stall_seconds:
                         return None
             except (Unreachable, CallRefused, Malformed) as problem:

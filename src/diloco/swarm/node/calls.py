@@ -83,7 +83,9 @@ def open_addressed(members: Members, name: str, message: Addressed) -> PeerMessa
 class Calls:
     def __init__(self, members: Members, answer_own: Callable[[str, PeerMessage], Awaitable[PeerMessage]]) -> None:
         """`answer_own`: how the node answers a message of its own."""
-        self.transport, self._members, self._answer_own = members.transport, members, answer_own
+        self.transport = members.transport
+        self._members = members
+        self._answer_own = answer_own
 
     async def ask(self, peer: str, request: PeerMessage) -> PeerMessage:
         """Raises Unreachable, CallRefused or Malformed."""

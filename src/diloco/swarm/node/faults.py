@@ -26,7 +26,8 @@ class Faults:
 
     def record(self, what: str, problem: BaseException) -> None:
         """`what`: what the worker was about, in a few words that are the same each time."""
-        now, told = clock.now(), f"{what} {type(problem).__name__}"
+        now = clock.now()
+        told = f"{what} {type(problem).__name__}"
         is_new = now - self._told_at.get(told, -timing.FAULT_TOLD_EVERY) >= timing.FAULT_TOLD_EVERY
         logger.error("a fault of this worker's program, in %s: %r", what, problem, exc_info=problem if is_new else None)
         if is_new:

@@ -124,7 +124,8 @@ async def _fetch_from(
         head = decode(await read_frame(stream, 1 << 12, 4 * stall_seconds))
         if not isinstance(head, FileHead):
             return None
-        size, digest = head.size, head.digest
+        size = head.size
+        digest = head.digest
         if size > most_bytes:
             raise Malformed(f"a file of {size} bytes, more than {most_bytes}")
         if wanted not in (None, digest):

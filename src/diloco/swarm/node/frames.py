@@ -35,7 +35,9 @@ class DataFrames:
 
     def __init__(self, stream: Stream, seconds: float, quiet_seconds: float) -> None:
         """`seconds`: as for the methods of a stream."""
-        self._stream, self._seconds, self._quiet = stream, seconds, quiet_seconds
+        self._stream = stream
+        self._seconds = seconds
+        self._quiet = quiet_seconds
         self._end = clock.now() + quiet_seconds
 
     async def read_into(self, buffer: memoryview) -> int:

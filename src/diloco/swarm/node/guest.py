@@ -38,7 +38,8 @@ class Guest:
 
     def __init__(self, invitation: Invitation, network: ListenConfig | None = None, *, joins: bool = False) -> None:
         """`joins`: a worker comes with this invitation next; Excluded if its seat is taken."""
-        self._invitation, self._network = invitation, replace(network or ListenConfig(), guest=True)
+        self._invitation = invitation
+        self._network = replace(network or ListenConfig(), guest=True)
         self._role: Literal["joiner", "guest"] = "joiner" if joins else "guest"
         self._hosts: list[str] = []
         """The members that have admitted this guest."""
@@ -83,7 +84,8 @@ class Guest:
 
         Of several answers the one nearest to this machine's clock: one member that lies cannot keep a guest out.
         """
-        times, problem = [], EngineError("no member has admitted this guest")
+        times = []
+        problem = EngineError("no member has admitted this guest")
         for peer in self._hosts:
             started = time.monotonic()
             try:
@@ -149,7 +151,8 @@ class Guest:
     async def _greet_all(self, at: dict[str, list[str]]) -> list[Exception | None]:
         """Members that are silent are not waited for when others have admitted this guest."""
         greetings = [asyncio.create_task(self._greet(peer, addresses)) for peer, addresses in at.items()]
-        done, waiting = set[asyncio.Task[Exception | None]](), set(greetings)
+        done = set[asyncio.Task[Exception | None]]()
+        waiting = set(greetings)
         while waiting:
             more, waiting = await asyncio.wait(
                 waiting,

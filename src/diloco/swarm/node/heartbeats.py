@@ -38,7 +38,9 @@ member's disk, and changes what the members share out."""
 
 class Heartbeats:
     def __init__(self, members: Members) -> None:
-        self.members, self.transport, self.settings = members, members.transport, members.settings
+        self.members = members
+        self.transport = members.transport
+        self.settings = members.settings
         self._asking: set[str] = set()
         self._returns = PeerRateLimit(_RETURNS_AT_ONCE, _RETURNS_PER_SECOND, MAX_PEERS)
         self.ended_plan: Callable[[int], bytes] = lambda _: b""

@@ -63,7 +63,8 @@ async def join(heartbeats: Heartbeats) -> None:
 def save(members: Members) -> None:
     """For this worker's next start: its number, the peers that it has banned with the seats that they have used up,
     and the process that this one was."""
-    status, permissions = members.status, members.permissions
+    status = members.status
+    permissions = members.permissions
     credentials = {peer: permissions.credential_of(peer) for peer in permissions.bans()}
     seats = {peer: credential.hex() for peer, credential in credentials.items() if credential is not None}
     values = {"number": status.number, "banned": permissions.bans(), "seats": seats, "process": status.process}
@@ -107,7 +108,8 @@ def _vouch_for_own(members: Members) -> None:
 
 async def _find_member(heartbeats: Heartbeats) -> bool:
     """Try all known peers at once, again and again for a while."""
-    members, founder = heartbeats.members, heartbeats.settings.founder
+    members = heartbeats.members
+    founder = heartbeats.settings.founder
     end = clock.now() + (timing.FOUNDER_SEARCH_SECONDS if founder else timing.SEARCH_SECONDS)
     last = clock.now() + max(timing.SEARCH_SECONDS, 3 * heartbeats.settings.lost_seconds)  # while a member answers
     while True:
@@ -162,7 +164,8 @@ async def look_for_others(heartbeats: Heartbeats) -> None:
 
     A worker that began alone, or a side of a split that has forgotten the other, finds the rest so.
     """
-    members, pause = heartbeats.members, timing.LOOK_SECONDS
+    members = heartbeats.members
+    pause = timing.LOOK_SECONDS
     while True:
         await asyncio.sleep(pause)
         known = {peer: where for peer, where in _known_addresses(members).items() if peer not in members.peers}

@@ -24,8 +24,10 @@ from diloco.swarm.protocol.wire import PeerMessage
 class Leader:
     def __init__(self, participant: Participant, hurry: Callable[[str, int], None]) -> None:
         """`hurry(peer, sequence)`: have a slow worker post the work that it has."""
-        self.participant, self.hurry = participant, hurry
-        self.members, self.settings = participant.members, participant.settings
+        self.participant = participant
+        self.hurry = hurry
+        self.members = participant.members
+        self.settings = participant.settings
         self.shares = Shares(self.members, participant.transfers)
         self.quarrels = Quarrels(self.members.me)
         self._rounds: dict[int, LedRound] = {}

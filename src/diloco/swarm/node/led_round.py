@@ -273,7 +273,8 @@ async def inquire_in_turn(
 
 async def inquire(participant: Participant, key: RoundKey, authority: Authority) -> Inquired:
     """The answers of a majority. Raises SteppedDown."""
-    members, own = participant.members, participant.rounds.get(key.sequence)
+    members = participant.members
+    own = participant.rounds.get(key.sequence)
     if own is not None:
         authority = authority._replace(term=max(authority.term, own.authority.term + 1))
     while True:
@@ -320,7 +321,8 @@ async def _judge(participant: Participant, sequence: int, answers: dict[str, Pee
 
 async def _has_ended(participant: Participant, sequence: int, peer: str) -> bool:
     """Whether a round has ended, as `peer` says; its word alone is not enough."""
-    own, outcomes = participant.rounds.get(sequence), participant.outcomes
+    own = participant.rounds.get(sequence)
+    outcomes = participant.outcomes
     if own is not None:
         await outcomes.resolve(own, peer)
         return own.ended or participant.members.most_ended(sequence)

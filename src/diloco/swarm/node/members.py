@@ -193,7 +193,10 @@ class Members(Membership):
             self.numbers[peer.name] = status.number
         appeared = not peer.live and not peer.left
         if appeared:  # what is known of its attendance stays: it belongs to the key, and not to the visit
-            peer.live, peer.rejects, peer.lost_at, peer.gone = True, False, 0.0, False
+            peer.live = True
+            peer.rejects = False
+            peer.lost_at = 0.0
+            peer.gone = False
         if status.number >= 0 and (appeared or number < 0):
             self.emit_about("member_joined", peer.name)
         self.changed()
@@ -201,7 +204,9 @@ class Members(Membership):
     def record_lost(self, peer: Peer, reason: str, *, gone: bool = False) -> None:
         if not peer.live:
             return
-        peer.live, peer.lost_at, peer.gone = False, clock.now(), gone
+        peer.live = False
+        peer.lost_at = clock.now()
+        peer.gone = gone
         self.emit_about("member_lost", peer.name, reason=reason)
         self.changed()
 
@@ -209,7 +214,10 @@ class Members(Membership):
         """A peer has said goodbye."""
         peer = self.peers.get(name)
         if peer is not None and not peer.left:
-            peer.live, peer.left, peer.gone, peer.lost_at = False, True, True, clock.now()
+            peer.live = False
+            peer.left = True
+            peer.gone = True
+            peer.lost_at = clock.now()
             self.emit_about("member_left", peer.name)
             self.changed()
 
@@ -219,7 +227,9 @@ class Members(Membership):
         One peer alone cannot exclude a node. If more reject it than are live, it is excluded; of two processes with
         one identity the later one also if as many do, so that the earlier one stays.
         """
-        peer.rejects, peer.live, peer.lost_at = True, False, clock.now()
+        peer.rejects = True
+        peer.live = False
+        peer.lost_at = clock.now()
         rejecting = sum(other.rejects for other in self.peers.values())
         if rejecting + (code == "twice") > sum(other.live for other in self.peers.values()):
             self.exclude_self(reason)

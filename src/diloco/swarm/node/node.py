@@ -73,7 +73,10 @@ _MAX_HELLO_BYTES = 8192
 
 class Node:
     def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, trainer: Trainer) -> None:
-        self.transport, self.permissions, self.settings, self._trainer = transport, permissions, settings, trainer
+        self.transport = transport
+        self.permissions = permissions
+        self.settings = settings
+        self._trainer = trainer
         self.own = OwnStatus(label=settings.label, process=name_process())
         self.members = Members(transport, permissions, settings, self.own)
         self.members.on_event = self._emit

@@ -51,7 +51,10 @@ _CHUNK_BYTES = 1 << 20
 
 class Outcomes:
     def __init__(self, heartbeats: Heartbeats, calls: Calls, notary: Notary) -> None:
-        self.heartbeats, self.members, self.calls, self.notary = heartbeats, heartbeats.members, calls, notary
+        self.heartbeats = heartbeats
+        self.members = heartbeats.members
+        self.calls = calls
+        self.notary = notary
         self.liars = Liars(self.members, calls, notary)
         self.check = MeanCheck(self.members, calls, self.liars)
         self.recent = RecentRounds(Path(self.members.settings.folder))
@@ -121,7 +124,8 @@ class Outcomes:
         """The mean of this plan counts: it has a certificate."""
         assert round_.certificate is not None
         round_.stop_transfer()
-        status, decision = self.members.status, plan.decision
+        status = self.members.status
+        decision = plan.decision
         if plan.has_mean:
             self.recent.add_copy(plan, round_.posted.mean, round_.certificate)
         else:
@@ -174,7 +178,8 @@ class Outcomes:
     def take_over(self, ends: dict[int, bytes], plans: Sequence[Plan], sequence: int) -> None:
         """This worker has taken over a state before round `sequence`, with these ends of rounds in it, and these plans
         at last. Tell its own user, and the other members, of the rounds that it had counted and that are not in it."""
-        status, plan_of = self.members.status, ends | {plan.key.sequence: plan.digest[:END_BYTES] for plan in plans}
+        status = self.members.status
+        plan_of = ends | {plan.key.sequence: plan.digest[:END_BYTES] for plan in plans}
         lost = [
             number
             for number, (plan, _) in self._ends.items()
@@ -187,7 +192,8 @@ class Outcomes:
             self.record_end(plan)
         if lost:
             told = RoundsLost(len(lost), max(0, status.tokens - max(kept, default=0)))
-            rounds, tokens = told.rounds, told.tokens
+            rounds = told.rounds
+            tokens = told.tokens
             self.members.on_event("diverged", {"number": status.number, "rounds": rounds, "tokens": tokens})
             for peer in self.members.live():
                 self.members.faults.start(self._tell_lost(peer.name, told), "telling of lost rounds")
@@ -250,7 +256,8 @@ class Outcomes:
         return bool(theirs) and plan.key == own.key and own.claim.anchor_digest not in theirs
 
     async def _fetch_own_mean(self, round_: OwnRound, agreed: Agreed, peer: str) -> None:
-        posted, mean = round_.posted, agreed.certificate.mean
+        posted = round_.posted
+        mean = agreed.certificate.mean
         same_plan = round_.plan is not None and round_.plan.digest == agreed.plan.digest
         if not agreed.plan.has_mean or (same_plan and round_.vote is not None and round_.vote.mean == mean):
             return
@@ -299,7 +306,8 @@ class Outcomes:
         except Malformed as lie:
             self.liars.record_unproved(peer, str(lie))
             raise
-        agreed, own = Agreed(answer.plan, answer.certificate), self.recent.get(answer.plan.key.sequence)
+        agreed = Agreed(answer.plan, answer.certificate)
+        own = self.recent.get(answer.plan.key.sequence)
         if own is not None and (own.plan.digest, own.certificate.mean) != (agreed.plan.digest, agreed.certificate.mean):
             self._settle_ends(Agreed(own.plan, own.certificate), agreed)
         return agreed
@@ -322,7 +330,8 @@ class Outcomes:
                 raise Malformed(f"a mean of {size} bytes")
             data = bytearray(size)
             frames = DataFrames(stream, self._stall_seconds, self._stall_seconds)
-            view, received = memoryview(data), 0
+            view = memoryview(data)
+            received = 0
             while received < size:
                 received += await frames.read_into(view[received:])
                 moved()

@@ -14,8 +14,11 @@ class OwnChecks:
     def __init__(
         self, participant: Participant, trainer: Trainer, emit: Callable[[str, dict[str, object]], None]
     ) -> None:
-        self._participant, self._trainer, self._emit = participant, trainer, emit
-        self._members, self._recent = participant.members, participant.outcomes.recent
+        self._participant = participant
+        self._trainer = trainer
+        self._emit = emit
+        self._members = participant.members
+        self._recent = participant.outcomes.recent
         self._own = self._members.status
         self._alone = self._minority = False
         self._diverged_since: float | None = None
@@ -68,7 +71,8 @@ class OwnChecks:
         quorum = self._participant.outcomes.quorum
         minority = not quorum.is_here() and self._members.excluded is None
         if minority and not self._minority:
-            here, counted = 1 + len(self._members.live()), len(quorum.counted())
+            here = 1 + len(self._members.live())
+            counted = len(quorum.counted())
             self._emit("minority", {"number": self._own.number, "here": here, "members": counted})
             logger.warning("%d of %d members are here: no round ends until there are more than half", here, counted)
         self._minority = minority

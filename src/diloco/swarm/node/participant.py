@@ -50,8 +50,10 @@ logger = logging.getLogger(__name__)
 
 class Participant:
     def __init__(self, outcomes: Outcomes) -> None:
-        self.outcomes, self.calls = outcomes, outcomes.calls
-        self.heartbeats, self.members = outcomes.heartbeats, outcomes.members
+        self.outcomes = outcomes
+        self.calls = outcomes.calls
+        self.heartbeats = outcomes.heartbeats
+        self.members = outcomes.members
         self.settings = self.members.settings
         self.transfers = TransferTimes()
         self.layout: str | None = None

@@ -53,7 +53,8 @@ class ReaderPlace:
 class Places:
     def __init__(self, number: int, turn_seconds: float) -> None:
         """`turn_seconds`: a reader keeps its place for so long in any case, and the next one waits for so long."""
-        self._number, self._turn = number, turn_seconds
+        self._number = number
+        self._turn = turn_seconds
         self._taken: dict[str, ReaderPlace] = {}
         self._rates: LruCache[float] = LruCache(_MAX_READERS)
         self._freed = asyncio.Event()

@@ -67,7 +67,8 @@ async def fetch_first(
 
     `patience_seconds`: without progress until another one is asked.
     """
-    rest, running = list(sources), dict[asyncio.Task[_T | None], Attempt]()
+    rest = list(sources)
+    running = dict[asyncio.Task[_T | None], Attempt]()
     try:
         while rest or running:
             quiet = all(clock.now() - attempt.moved_at > patience_seconds for attempt in running.values())
@@ -109,8 +110,11 @@ class _NoLongerKept(Exception):
 
 class StateTransfer:
     def __init__(self, outcomes: Outcomes, trainer: Trainer) -> None:
-        self.outcomes, self.recent, self._trainer = outcomes, outcomes.recent, trainer
-        self.members, self.heartbeats = outcomes.members, outcomes.heartbeats
+        self.outcomes = outcomes
+        self.recent = outcomes.recent
+        self._trainer = trainer
+        self.members = outcomes.members
+        self.heartbeats = outcomes.heartbeats
         self._stall_seconds = self.members.settings.stall_seconds
         self._places = Places(_MAX_READERS, timing.TURN_SHARE * self.members.settings.lost_seconds)
         self._snapshot: asyncio.Future[Snapshot | None] | None = None
@@ -169,7 +173,8 @@ class StateTransfer:
 
     async def fetch(self) -> FetchedState | None:
         """The others' state; None if this worker has it, or no other worker has a later one. Raises EngineError."""
-        status, last_source = self.members.status, clock.now()
+        status = self.members.status
+        last_source = clock.now()
         while not status.has_state:
             if self.members.excluded is not None:
                 raise Excluded(self.members.excluded)
@@ -206,7 +211,8 @@ class StateTransfer:
         """Members with the state: those that have failed last, of the others the furthest first, equal ones in random
         order. One that says that it is ahead of all others is not asked before these: any member can say so. Nor are
         some that are far ahead of most: they are a run of their own, if this worker has only missed a few rounds."""
-        sources, first = self.members.with_state(), self.recent.next_to_merge
+        sources = self.members.with_state()
+        first = self.recent.next_to_merge
         self._random.shuffle(sources)
         furthest = sorted(peer.status.ended_round for peer in sources)[-2:]
         far = {peer.name for peer in sources if first is not None and peer.status.ended_round >= first + MAX_ROUNDS}
@@ -248,7 +254,8 @@ class StateTransfer:
 
     async def _fetch_base(self, attempt: Attempt) -> _Base | None:
         """Nothing is fetched if the source still keeps all means that the trainer lacks."""
-        first, source = self.recent.next_to_merge, attempt.source
+        first = self.recent.next_to_merge
+        source = attempt.source
         if first is not None and source.name not in self._without_means:
             agreed = await self.outcomes.ask(source.name, first)
             if first > source.status.ended_round or agreed is not None:
@@ -268,7 +275,9 @@ class StateTransfer:
                 self.outcomes.liars.record_unproved(peer, "it offered a state that is larger than this run's")
                 raise Malformed(f"a state of {head.size} bytes; this run's has at most {self.most_bytes}")
             data = SharedMemory.create(head.size)  # the trainer reads it there
-            told, asked, snapshot = clock.now(), self.witnesses.of(peer), _snapshot(head, data)
+            told = clock.now()
+            asked = self.witnesses.of(peer)
+            snapshot = _snapshot(head, data)
             if not asked:
                 await self._check_lone_source(peer, snapshot.numbers["sequence"])
             asking = asyncio.create_task(
@@ -280,7 +289,8 @@ class StateTransfer:
                 if asking.done():
                     self._compare(head.digest, asking.result(), asked)
                 if clock.now() - told >= timing.STATE_TOLD_EVERY:
-                    told, received = clock.now(), min(head.size, first + _CHUNK_BYTES)
+                    told = clock.now()
+                    received = min(head.size, first + _CHUNK_BYTES)
                     self._trainer.emit("state_arriving", {"received_bytes": received, "all_bytes": head.size})
             await stream.write(b"\1", self._stall_seconds)
             if await self.witnesses.digest(snapshot, own=False) != head.digest:

@@ -73,8 +73,11 @@ class TransferFailed(Exception):
         proof: LongParts | None = None,
     ) -> None:
         super().__init__(reason)
-        self.peer, self.lie, self.withheld = peer, lie, withheld
-        self.signed, self.proof = signed, proof
+        self.peer = peer
+        self.lie = lie
+        self.withheld = withheld
+        self.signed = signed
+        self.proof = proof
 
 
 class Transfer:
@@ -91,8 +94,13 @@ class Transfer:
         patience_seconds: float,
     ) -> None:
         """`patience_seconds`: how long the next parts of a contributor may take."""
-        self.plan, self.posted, self._transport, self._stall = plan, posted, transport, stall_seconds
-        self._leaves, self._patience, self._codec = leaves, patience_seconds, codec(posted.codec)
+        self.plan = plan
+        self.posted = posted
+        self._transport = transport
+        self._stall = stall_seconds
+        self._leaves = leaves
+        self._patience = patience_seconds
+        self._codec = codec(posted.codec)
         self._means = self._codec.for_means
         self._width = self._codec.part_bytes(posted.part_elements)
         self._mean_width = self._means.part_bytes(posted.part_elements)
@@ -113,7 +121,8 @@ class Transfer:
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Read, also if `run` is over.
         self._trouble.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._streams, self._tasks = set[Stream](), list[asyncio.Task[None]]()
+        self._streams = set[Stream]()
+        self._tasks = list[asyncio.Task[None]]()
         self.bytes_sent = self.bytes_received = 0
         self.reduce_seconds = 0.0
         self.rates: dict[str, float] = {}  # bytes a second at which the parts of others have arrived
@@ -134,7 +143,8 @@ class Transfer:
 
     async def run(self) -> None:
         """Raises TransferFailed; the exchange then goes on until `close`, so that others find out the same lie."""
-        contributors, me = self.plan.contributors, self._transport.peer
+        contributors = self.plan.contributors
+        me = self._transport.peer
         others = [entry for entry in contributors if entry.peer != me and len(self._ranges[entry.peer])]
         tasks = [asyncio.create_task(work) for work in (self._reduce(), *(self._exchange(e) for e in others))]
         self._tasks = tasks
@@ -180,8 +190,10 @@ class Transfer:
 
     async def _fetch(self, stream: Stream, rows: range) -> float:
         """Receive the mean of these rows; returns its squared norm, which is computed while the rest arrives."""
-        into, width = self._mean(rows), self._mean_width
-        loop, contributors = asyncio.get_running_loop(), len(self.plan.contributors)
+        into = self._mean(rows)
+        width = self._mean_width
+        loop = asyncio.get_running_loop()
+        contributors = len(self.plan.contributors)
         received = checked = 0  # bytes, rows
         frames = DataFrames(stream, self._stall, timing.MEAN_SHARE * self._patience)
         norms: list[asyncio.Future[float]] = []
@@ -239,9 +251,11 @@ class Transfer:
             self._close_stream(stream)
 
     async def _receive(self, stream: Stream) -> None:
-        into, width = self._parts[stream.peer], self._width
+        into = self._parts[stream.peer]
+        width = self._width
         signed = await read_frame(stream, SIGNATURE_BYTES + MAX_PROOF_BYTES, self._stall)
-        signature, proof = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+        signature = signed[:SIGNATURE_BYTES]
+        proof = signed[SIGNATURE_BYTES:]
         sender = self.plan.entry(stream.peer)
         assert sender is not None
         if not self._notary.has_signed_contribution(sender.peer, self.plan.key, sender.contribution, signature):
@@ -259,7 +273,8 @@ class Transfer:
             self.rates[stream.peer] = len(into) / max(clock.now() - started, 1e-6)
 
     async def _send_mean(self, stream: Stream) -> None:
-        sent, width = 0, self._mean_width
+        sent = 0
+        width = self._mean_width
         mean = self._mean(self._mine)
         while sent < len(self._mine):
             await self._wait_until(partial(self._is_reduced, sent + 1), timing.ALIVE_SECONDS)
@@ -272,7 +287,8 @@ class Transfer:
 
     async def _reduce(self) -> None:
         """Only this task writes into the mean: a thread may outlive an attempt, and must not disturb the next."""
-        loop, width = asyncio.get_running_loop(), self._mean_width
+        loop = asyncio.get_running_loop()
+        width = self._mean_width
         into = self._mean(self._mine)
         for first in range(0, len(self._mine), self._chunk_rows):
             last = min(first + self._chunk_rows, len(self._mine))
@@ -307,12 +323,14 @@ class Transfer:
     def _prove(self, peer: str) -> LongParts | None:
         """The longest parts of a contribution, as many as are longer than its header claims; None if that is too many
         for a message."""
-        entry, width = self.plan.entry(peer), self._width
+        entry = self.plan.entry(peer)
+        width = self._width
         assert entry is not None
         data = {
             self._mine.start + row: self._parts[peer][row * width : (row + 1) * width] for row in range(len(self._mine))
         }
-        name, elements = self.posted.codec, self.posted.part_elements
+        name = self.posted.codec
+        elements = self.posted.part_elements
         norms = {part: norm_of(name, [one], elements) for part, one in data.items()}
         chosen: list[int] = []
         for part in sorted(norms, key=lambda part: -norms[part]):
@@ -359,7 +377,8 @@ class Transfer:
             self._committed.add(entry.peer, self._parts[entry.peer][here])
         mean = torch.empty(len(rows), self._mean_width, dtype=torch.uint8)
         weights = self.plan.decision.weights
-        part, first = self.posted.part_elements, self._mine.start + rows.start
+        part = self.posted.part_elements
+        first = self._mine.start + rows.start
         comparison = reduce_parts(
             self._codec,
             parts,
@@ -381,7 +400,8 @@ class Transfer:
         sampled = directions.sampled_parts(self.plan, self._transport.peer, self.posted.num_parts)
         if not sampled:
             return b""
-        values, width = [], self._width
+        values = []
+        width = self._width
         for entry in self.plan.contributors:
             rows = [self._parts[entry.peer][(part - self._mine.start) * width :][:width] for part in sampled]
             decoded = torch.empty(len(rows), self.posted.part_elements)
@@ -393,7 +413,8 @@ class Transfer:
     def _squared_norm(self, rows: range, reducer: str) -> float:
         """The squared norm of these rows of the mean, which go into the digest of the reducer's range."""
         self._signatures.add(reducer, self._mean(rows))
-        squares, encoded = 0.0, _rows(self._mean(rows), len(rows))
+        squares = 0.0
+        encoded = _rows(self._mean(rows), len(rows))
         for some in torch.split(encoded, max(1, _BATCH_ELEMENTS // self.posted.part_elements)):
             values = scratch("decoded", (len(some), self.posted.part_elements), some.device)
             self._means.decode(some, values)

@@ -99,7 +99,8 @@ class TwoPlans(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
     def leader(self) -> str | None:
         """The leader of both plans in one term, if that is one."""
-        one, other = self.one.plan, self.other.plan
+        one = self.one.plan
+        other = self.other.plan
         return one.leader if one.leader == other.leader and one.authority.term == other.authority.term else None
 
 
@@ -157,7 +158,8 @@ class RangeDigest:
     """Takes in a range some whole parts at a time, in order."""
 
     def __init__(self, part_bytes: int) -> None:
-        self._part_bytes, self._hash = part_bytes, hashlib.sha256()
+        self._part_bytes = part_bytes
+        self._hash = hashlib.sha256()
 
     def add(self, parts: memoryview) -> None:
         for first in range(0, len(parts), max(1, self._part_bytes)):

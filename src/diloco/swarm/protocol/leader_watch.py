@@ -17,7 +17,9 @@ that a usurper has ever less effect and an honest swarm whose views differ for l
 
 class LeaderWatch:
     def __init__(self, members: Membership, transfers: TransferTimes) -> None:
-        self._members, self._settings, self._transfers = members, members.settings, transfers
+        self._members = members
+        self._settings = members.settings
+        self._transfers = transfers
         self.attendance = members.attendance
         self.patience_seconds = 0.0
         """How long a leader waits for the last workers, as this node would."""
@@ -34,7 +36,8 @@ class LeaderWatch:
             self._inquiries.clear()
             self._next_inquiry.clear()
             self._sequence = sequence
-        now, lost_seconds = self._members.now(), self._settings.lost_seconds
+        now = self._members.now()
+        lost_seconds = self._settings.lost_seconds
         waits = 0.0 if round_ is None else now - round_.started
         if (waits < lost_seconds and self._inquiries[sender]) or now < self._next_inquiry.get(sender, 0.0):
             return leader
@@ -61,7 +64,8 @@ class LeaderWatch:
 
     def watch(self, round_: RoundState, *, may_go_on: bool) -> str | None:
         """Pass over a leader that has what it needs and does not go on: which one. `may_go_on`: a majority is here."""
-        leader, now = round_.leader, self._members.now()
+        leader = round_.leader
+        now = self._members.now()
         if leader in (None, self._members.me) or not may_go_on or not self._most_wait(round_.sequence):
             round_.stuck_since = None
             return None
@@ -87,7 +91,8 @@ class LeaderWatch:
     def _longest(self, round_: RoundState) -> float:
         """How long a leader may take: with a plan for its transfer; without one for the slow workers, if some have not
         posted, and else only for its inquiry, which ends when the last member has answered or is lost."""
-        stall, timeout = self._settings.stall_seconds, self._settings.timeout_seconds
+        stall = self._settings.stall_seconds
+        timeout = self._settings.timeout_seconds
         if round_.plan is not None:
             return stall + min(timing.LONGEST_STEP_SHARE * timeout, self._transfers.limit(round_.plan, stall))
         missing = self._missing(round_.sequence)

@@ -153,7 +153,8 @@ def give_number(members: Membership, name: str, wished: int) -> int:
     if leader != members.me:
         raise CallRefused(f"{leader} leads, not this worker", "leader")
     numbers = {**members.numbers, members.me: members.status.number}
-    taken, number = set(numbers.values()), numbers.get(name)
+    taken = set(numbers.values())
+    number = numbers.get(name)
     told = {peer.status.number for peer in members.peers.values() if peer.status.number >= 0}  # as others say
     if number is None:
         number = wished if wished >= 0 and wished not in taken else _next(taken | told)

@@ -182,7 +182,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
         harmless = decision.too_short | set(self.opposed)
         norms_tell = len(self.contributors) + len(decision.too_long) >= FEWEST_FOR_NORMS
         for entry in self.entries:
-            claim, number = entry.parsed.claim, entry.number
+            claim = entry.parsed.claim
+            number = entry.number
             reason = decision.refused.get(number) or decision.clipped.get(number)
             by_norm = number in decision.clipped or number in decision.too_long
             told = not by_norm or (norms_tell and claim.weight <= claim.round_weight)

@@ -24,7 +24,8 @@ _KEPT = 16
 
 class Quorum:
     def __init__(self, members: Membership) -> None:
-        self._members, self._settings = members, members.settings
+        self._members = members
+        self._settings = members.settings
         self.agreed: Agreed | None = None
         """How the last round has ended here, or at the worker that gave this one its state."""
         self._counted: dict[int, frozenset[str]] = {}
@@ -68,7 +69,8 @@ class Quorum:
 
     def _present(self, names: set[str]) -> set[str]:
         """Those of these members that are not known to be liars, dead or gone; empty if fewer than three are left."""
-        members, last = self._members, self.last
+        members = self._members
+        last = self.last
         if last is None or self._settings.quorum == "any":
             return set()
         names = names - last.liars

@@ -206,7 +206,8 @@ class RoundState:
 
     def success(self, plan: Plan) -> RoundOutcome:
         """What the trainer is told when the mean of this plan counts."""
-        decision, failure = plan.decision, None
+        decision = plan.decision
+        failure = None
         if not decision.contributors and decision.refused.keys() - set(plan.opposed):
             failure = f"round {self.sequence}: every contribution was refused: {decision.refused}"
         diverged = decision.resync and self.number in decision.refused and self.number not in plan.opposed

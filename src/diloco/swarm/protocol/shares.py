@@ -29,7 +29,8 @@ _MAX_PAIRS = 4096
 
 class Shares:
     def __init__(self, members: Membership, transfers: TransferTimes) -> None:
-        self._members, self._transfers = members, transfers
+        self._members = members
+        self._transfers = transfers
         self._failed: LruCache[tuple[float, float]] = LruCache(_MAX_PAIRS)
         """Pair -> until when it counts as bad, and for how long it did the last time."""
         self._withheld: LruCache[tuple[float, float]] = LruCache(MAX_WORKERS)

@@ -108,7 +108,8 @@ class Troubles:
 
     def _that_most_miss(self, plan: Plan, what: Withheld) -> str | None:
         """The worker that more than half of the plan's workers wait for, or this one itself and another."""
-        waiting, me = self._withheld(plan, what), self._members.me
+        waiting = self._withheld(plan, what)
+        me = self._members.me
         sure = [peer for peer, names in waiting.items() if _are_most(plan, names) or (me in names and len(names) > 1)]
         return max(sure, key=lambda peer: (len(waiting[peer]), self._members.number_of(peer)), default=None)
 
@@ -197,9 +198,11 @@ class Quarrels:
 
 def _knots(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """The pairs, those together that are connected."""
-    rest, found = sorted(pairs), list[list[Pair]]()
+    rest = sorted(pairs)
+    found = list[list[Pair]]()
     while rest:
-        names, size = set(rest[0]), 0
+        names = set(rest[0])
+        size = 0
         while len(names) > size:
             size = len(names)
             names.update(name for pair in rest if not names.isdisjoint(pair) for name in pair)

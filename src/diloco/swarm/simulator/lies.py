@@ -64,13 +64,15 @@ def claims_the_end(swarm: MemorySwarm, liar: MemoryWorker) -> None:
         return {name: round_ for name, round_ in found.items() if round_ is not None}
 
     def forge(sequence: int) -> messages.Outcome:
-        last, rounds = node.outcomes.quorum.last, posted(sequence)
+        last = node.outcomes.quorum.last
+        rounds = posted(sequence)
         if last is None or not rounds:
             return messages.Outcome()
         entries = sorted((Entry(name, one.contribution) for name, one in rounds.items()), key=lambda one: one.number)
         one = next(iter(rounds.values())).posted
         made: Plan = structs.replace(last, key=one.key, entries=tuple(entries), majority=True, shares=())
-        data, own = NAN * (one.mean.num_bytes // 4), node.outcomes.notary
+        data = NAN * (one.mean.num_bytes // 4)
+        own = node.outcomes.notary
         told = bytes(directions.size(made))
         ranges = tuple(own.sign_range(made, digest, told) for digest in range_digests(made, one.num_parts, data))
         vote = own.vote(made, one.num_parts, ranges)
@@ -104,7 +106,8 @@ def certify_alone(liars: list[MemoryWorker], asking: MemoryWorker | None = None)
     def forge(liar: MemoryWorker, sequence: int) -> messages.Outcome:
         nonlocal size
         node = liar.node
-        kept, last = node.outcomes.recent.get(node.own.ended_round), node.outcomes.quorum.last
+        kept = node.outcomes.recent.get(node.own.ended_round)
+        last = node.outcomes.quorum.last
         if kept is None or last is None or not last.key.sequence < sequence <= last.key.sequence + 2:
             return messages.Outcome()
         key = RoundKey(sequence, last.key.fragment)
@@ -122,7 +125,8 @@ def certify_alone(liars: list[MemoryWorker], asking: MemoryWorker | None = None)
         size = len(kept.mean)
         shares = tuple(int(entry.peer in names) for entry in entries)
         made: Plan = structs.replace(last, key=key, entries=tuple(entries), majority=True, shares=shares, rounds=())
-        parts, data = kept.certificate.num_parts, NAN * (size // 4)
+        parts = kept.certificate.num_parts
+        data = NAN * (size // 4)
         notaries = {one.name: one.node.outcomes.notary for one in liars}
         digests = zip(reducers(made, parts), range_digests(made, parts, data), strict=True)
         told = bytes(directions.size(made))
@@ -133,7 +137,8 @@ def certify_alone(liars: list[MemoryWorker], asking: MemoryWorker | None = None)
         return messages.Outcome(made, found, credentials)
 
     def begin(liar: MemoryWorker) -> None:
-        node, honest = liar.node, liar.node._answer
+        node = liar.node
+        honest = liar.node._answer
 
         async def answer(peer: str, request: Any) -> Any:
             new = isinstance(request, messages.AskOutcome) and not node.outcomes.has_ended(request.sequence)
@@ -166,7 +171,8 @@ def gives_others_another_mean(liar: MemoryWorker, to: set[str], patch: Patcher) 
             await honest(transfer, stream)
             return
         await transfer._wait_until(lambda: transfer._reduced == len(transfer._mine), 5.0)
-        wrong, digest = memoryview(bytes(len(transfer._mean(transfer._mine)))), RangeDigest(transfer._mean_width)
+        wrong = memoryview(bytes(len(transfer._mean(transfer._mine))))
+        digest = RangeDigest(transfer._mean_width)
         digest.add(wrong)
         await write_frame(stream, wrong, 1.0)
         await write_frame(stream, bytes(comparisons.size(len(transfer.plan.contributors))), 1.0)
@@ -190,7 +196,8 @@ def certifies_two_plans(
     `attempts`: of the authorities of the two plans.
     """
     liars = [leader, *helpers]
-    honest, answer = LedRound._conclude, leader.node._answer
+    honest = LedRound._conclude
+    answer = leader.node._answer
     votes: dict[str, Any] = {}
 
     async def listen(peer: str, request: Any) -> Any:
@@ -323,12 +330,15 @@ def serves_another_state(liar: MemoryWorker, *, ahead: int = 0, swapped: bool = 
     honest = trainer.snapshot
 
     async def snapshot() -> Any:
-        means, sequence = trainer.means, trainer.sequence
-        trainer.means, trainer.sequence = [NAN * 3072 for _ in means], sequence + ahead
+        means = trainer.means
+        sequence = trainer.sequence
+        trainer.means = [NAN * 3072 for _ in means]
+        trainer.sequence = sequence + ahead
         try:
             return await honest()
         finally:
-            trainer.means, trainer.sequence = means, sequence
+            trainer.means = means
+            trainer.sequence = sequence
 
     trainer.snapshot = snapshot  # type: ignore[method-assign]
     liar.node.own.ended_round += ahead

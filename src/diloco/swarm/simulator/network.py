@@ -95,7 +95,8 @@ class MemoryNetwork:
 
     def after(self, operations: int, action: Callable[[], None]) -> None:
         """Do something in the middle of what goes on: after so many more reads, writes and calls."""
-        self._at, self._action = self._operations + operations, action
+        self._at = self._operations + operations
+        self._action = action
 
     def count_pipe(self) -> int:
         self._pipes += 1
@@ -128,7 +129,8 @@ class _Pipe:
     """Bytes one way."""
 
     def __init__(self, network: MemoryNetwork, ends: tuple[str, str]) -> None:
-        self.network, self.ends = network, ends
+        self.network = network
+        self.ends = ends
         self.data = bytearray()
         self.news = asyncio.Event()
         self.closed = False
@@ -168,7 +170,9 @@ class _Pipe:
 
 class MemoryStream(Stream):
     def __init__(self, peer: str, outgoing: _Pipe, incoming: _Pipe) -> None:
-        self.peer, self._out, self._in = peer, outgoing, incoming
+        self.peer = peer
+        self._out = outgoing
+        self._in = incoming
         self.bytes_sent = self.bytes_received = 0
         self._serial = outgoing.serial
 
@@ -197,7 +201,8 @@ class MemoryStream(Stream):
 
 class MemoryTransport(Transport):
     def __init__(self, network: MemoryNetwork, name: str) -> None:
-        self.network, self.peer = network, name
+        self.network = network
+        self.peer = name
         self.pipes: list[_Pipe] = []
         self.on_call: OnCall | None = None
         self.on_stream: OnStream | None = None
@@ -217,7 +222,8 @@ class MemoryTransport(Transport):
         network.dead.discard(name)
 
     async def serve(self, on_call: OnCall, on_stream: OnStream) -> None:
-        self.on_call, self.on_stream = on_call, on_stream
+        self.on_call = on_call
+        self.on_stream = on_stream
 
     async def addresses(self) -> list[str]:
         return [f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer}"]
@@ -284,7 +290,8 @@ class MemoryTransport(Transport):
     async def open_stream(self, peer: str, seconds: float) -> Stream:
         other = await self._reach(peer, seconds)
         self.network.trace.record(self.peer, "opens a stream to", peer[-8:])
-        there, back = _Pipe(self.network, (self.peer, peer)), _Pipe(self.network, (peer, self.peer))
+        there = _Pipe(self.network, (self.peer, peer))
+        back = _Pipe(self.network, (peer, self.peer))
         for transport in (self, other):
             transport.pipes += [there, back]
         theirs = MemoryStream(self.peer, back, there)

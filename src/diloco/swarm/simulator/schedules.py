@@ -136,7 +136,8 @@ class FaultSchedule:
     async def _run(self, patch: lies.Patches) -> ScheduleResult:
         self._swarm = MemorySwarm(lost_seconds=1.0, beat_seconds=0.2, patience=0.5, timeout_seconds=60.0)
         network = self._swarm.network
-        network.fate, network.delay = self._fate, lambda: self._chance.uniform(0.0, self._delay)
+        network.fate = self._fate
+        network.delay = lambda: self._chance.uniform(0.0, self._delay)
         for index in range(self.result.workers):
             await self._start(index)
         self._patch = patch
@@ -160,7 +161,8 @@ class FaultSchedule:
         name = self._lives[index].name if index in self._lives else None
         worker = await self._swarm.start(name=name, folder=folder)
         self._lives[index] = worker
-        outcomes, life = worker.node.outcomes, f"{index}.{len(self._swarm.workers)}"
+        outcomes = worker.node.outcomes
+        life = f"{index}.{len(self._swarm.workers)}"
         emit = worker.trainer.emit
 
         def tell(type_: str, fields: Mapping[str, Any]) -> None:
@@ -209,7 +211,8 @@ class FaultSchedule:
         return {one.name for one in self._lives.values()} - self._liars
 
     def _begin_to_lie(self, index: int) -> None:
-        liar, patch = self._lives[index], self._patch
+        liar = self._lives[index]
+        patch = self._patch
         honest = [one for other, one in self._lives.items() if other not in self._lies]
         others = [self._lives[other] for other in self._lies if other != index]
         victim = honest[0]
@@ -257,7 +260,8 @@ class FaultSchedule:
 
     async def _train(self, index: int, worker: MemoryWorker) -> None:
         """As a trainer: a round that failed is not posted again, its number is spent."""
-        trainer, loop = worker.trainer, asyncio.get_running_loop()
+        trainer = worker.trainer
+        loop = asyncio.get_running_loop()
         await worker.catch_up()
         while True:
             end = loop.time() + self._chance.uniform(0.3, 1.2)
@@ -292,7 +296,8 @@ class FaultSchedule:
 
     async def _inflict(self, fault: Fault, begun: float) -> None:
         await asyncio.sleep(begun + fault.at - asyncio.get_running_loop().time())
-        network, names = self._swarm.network, [self._lives[index].name for index in fault.who]
+        network = self._swarm.network
+        names = [self._lives[index].name for index in fault.who]
         match fault.kind:
             case "lossy":
                 self._loss += 0.15
@@ -321,7 +326,8 @@ class FaultSchedule:
         return len(self._busy) < (2 if kind != "crash" else self.result.workers - 3 - len(self._lies))
 
     async def _hurt(self, index: int, fault: Fault) -> None:
-        network, worker = self._swarm.network, self._lives[index]
+        network = self._swarm.network
+        worker = self._lives[index]
         if fault.kind == "cut":
             network.cut.add(worker.name)
             await asyncio.sleep(fault.seconds)
@@ -362,8 +368,10 @@ class FaultSchedule:
 
     async def _settle(self) -> None:
         loop = asyncio.get_running_loop()
-        started, known = loop.time(), len(self._full)
-        before, ended_before = max(self._log, default=-1), self._last_ended()
+        started = loop.time()
+        known = len(self._full)
+        before = max(self._log, default=-1)
+        ended_before = self._last_ended()
         while len(self._full) < known + self.result.workers - len(self._lies):
             honest = [index for index, one in self._lives.items() if one.name not in self._liars]
             failed = [task for index, task in self._training.items() if task.done() and index in honest]

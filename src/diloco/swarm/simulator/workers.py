@@ -120,7 +120,8 @@ class MemoryWorker:
         if arrived is None:
             return
         if arrived.snapshot is not None:
-            self.trainer.means, data = [], read(arrived.snapshot.data)["means"].numpy().tobytes()
+            self.trainer.means = []
+            data = read(arrived.snapshot.data)["means"].numpy().tobytes()
             while data:
                 size = int.from_bytes(data[:8], "little")
                 self.trainer.means.append(data[8 : 8 + size])
