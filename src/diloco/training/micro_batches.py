@@ -15,7 +15,7 @@ from diloco.engines.worker_ranks import WorkerRanks
 
 
 class Loss(Protocol):
-    """Of a model: mean cross entropy of the targets, or of those at the flat indices `learnt`."""
+    """The loss of a model: mean cross entropy of the targets, or of those at the flat indices `learnt`."""
 
     def __call__(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor: ...
 

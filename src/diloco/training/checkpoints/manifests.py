@@ -104,7 +104,7 @@ class Checkpoint:
 
     folder: Path
     manifests: tuple[Manifest, ...]
-    """By rank."""
+    """One for each rank, in order."""
 
     @property
     def moment(self) -> Moment:

@@ -35,7 +35,7 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: dict[tuple[int, ...], "SavedPiece"] = field(default_factory=dict)
-    """By offsets; ranks that saved the same piece saved the same values."""
+    """The pieces by their offsets; ranks that saved the same piece saved the same values."""
 
 
 @dataclass(frozen=True)

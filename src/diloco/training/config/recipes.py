@@ -59,7 +59,7 @@ FINE_TUNING: dict[str, object] = {
 }
 RECIPE_NAMES = ("warm", "plain", "paper")
 LORA: dict[str, object] = {"inner.lr": 2e-4}
-"""Of fine-tuning with adapters, which start at zero and bear larger steps than trained weights."""
+"""The numbers of fine-tuning with adapters, which start at zero and bear larger steps than trained weights."""
 _FOLDERS_READ = 100  # to know whether a folder is of Python
 FINE_TUNING_LENGTH = 1024
 """Tokens of a sequence if a pre-trained model takes that many."""

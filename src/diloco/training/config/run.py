@@ -40,7 +40,7 @@ class InnerConfig:
     beta2: float = 0.95
     """Decay of AdamW's second moment."""
     momentum: float | None = None
-    """Of Muon (0.95)."""
+    """Muon's momentum (0.95)."""
     warmup_steps: int = 1000
     """Inner steps over which the learning rate rises from 0."""
     final_lr_ratio: float = 0.1
@@ -120,7 +120,7 @@ class ComputeConfig:
     sharding: Literal["fsdp", "ddp"] = "fsdp"
     """Among several ranks: fsdp cuts parameters and optimizer state among them, ddp has a copy on each."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of matrix products and activations; weights are fp32 always. auto: bf16 on a GPU that has it, else fp32."""
+    """Precision of matrix products and activations; weights are fp32. auto: bf16 on a GPU that has it, else fp32."""
     compile: bool | None = None
     """torch.compile (default: on a GPU, for models of 50M parameters and more)."""
     checkpoint_activations: bool = False
@@ -135,7 +135,7 @@ class CheckpointConfig:
     """Inner steps between checkpoints (default: about ten in the run, after rounds, at least 50 steps apart; and one at
     the end); 0: none, also not at the end."""
     keep: int = option(2, unused_with=("checkpoint.interval", 0))
-    """So many of the newest stay; more, while not all workers are known to have them."""
+    """The number of the newest checkpoints that stay; more, while not all workers are known to have them."""
     asynchronous: bool = option(True, unused_with=("checkpoint.interval", 0))
     """Write beside training, from a copy; false: training waits, and needs no copy."""
 

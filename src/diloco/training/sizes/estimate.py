@@ -74,7 +74,7 @@ class Estimate:
     network_memory: dict[str, int]
     """Main memory of the processes that carry a swarm worker's rounds; empty with another engine."""
     memory_available: int | None
-    """Of the machine, for all processes; None if not known."""
+    """What the machine has for all processes; None if not known."""
     disk: DiskUse
     disk_free: int
     workers: int
@@ -92,11 +92,11 @@ class Estimate:
     warm_start_bytes: int
     """Sent by a worker in all steps of the warm start."""
     round_seconds: dict[str, float]
-    """By rate in Mbit/s: usual ones, or the one that was given or measured."""
+    """What a round takes, by rate in Mbit/s: usual ones, or the one that was given or measured."""
     step_seconds: float | None
-    """Of an inner step, if it is known."""
+    """The duration of an inner step, if it is known."""
     step_measured: bool
-    """By the run itself, rounds included; otherwise it is a rough estimate."""
+    """Whether the run itself has measured it, rounds included; otherwise it is a rough estimate."""
 
     @property
     def process_bytes(self) -> int:

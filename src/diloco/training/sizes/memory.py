@@ -45,9 +45,9 @@ class Placement:
     """Where a run's processes compute, and with how many others they average."""
 
     workers: int
-    """Of the whole run."""
+    """The workers of the whole run."""
     ranks: int = 1
-    """Of each worker."""
+    """The ranks of each worker."""
     cuda: bool = False
     precision: str = "fp32"
 
