@@ -124,7 +124,8 @@ def test_a_log_that_is_followed_gives_the_same_as_one_that_is_read_as_a_whole(
 
     figures = RunFigures(live.history)
     assert _json(series(figures, 30)) == _json({key: expected["series"][key] for key in series(figures, 30)})
-    page = snapshot(figures, RUNS[name][0].values(), None, 0.0)
+    ended = whole / "summary.json"
+    page = snapshot(figures, RUNS[name][0].values(), json.loads(ended.read_text()) if ended.exists() else None, 0.0)
     for key in ("rounds", "communication", "workers", "members", "notes", "validation", "step", "tokens", "health"):
         assert _json(page[key]) == _json(expected["state"][key]), key
     assert live.history.notes.lines == expected["notes"]
