@@ -15,7 +15,7 @@ from diloco.swarm.node import clock, recent_rounds, state_transfer
 from diloco.swarm.node.file_transfer import fetch_file
 from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.guest import Guest
-from diloco.swarm.node.places import Place, Places
+from diloco.swarm.node.places import Places, ReaderPlace
 from diloco.swarm.protocol.certificate import Certificate
 from diloco.swarm.protocol.membership import give_number
 from diloco.swarm.protocol.messages import OpenState, RosterEntry
@@ -232,7 +232,7 @@ def test_a_joiner_whose_line_is_slower_than_a_round_gets_in_with_one_download(
         for worker in workers:
             send = worker.node.states._send
 
-            async def slowly(stream: Stream, place: Place, send: Any = send) -> None:
+            async def slowly(stream: Stream, place: ReaderPlace, send: Any = send) -> None:
                 asked.append(stream.peer)
                 write = stream.write
 
