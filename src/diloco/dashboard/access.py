@@ -61,7 +61,7 @@ class Access:
         given = query.pop("token", [None])[0]
         if given is not None and self._is_token(given):
             return self._remembering(scope["path"], query)
-        if any(self._is_token(one) for one in (_cookie(headers), _bearer(headers)) if one is not None):
+        if any(self._is_token(token) for token in (_cookie(headers), _bearer(headers)) if token is not None):
             return None
         return PlainTextResponse("Open the whole link that `diloco dashboard` printed: it has a token.", 403)
 
@@ -85,10 +85,10 @@ class Access:
 
 def _cookie(headers: Mapping[str, str]) -> str | None:
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
     except CookieError:
         return None
-    return None if found is None else found.value
+    return None if morsel is None else morsel.value
 
 
 def _bearer(headers: Mapping[str, str]) -> str | None:

@@ -55,14 +55,14 @@ METRICS = {
 
 def exposition(states: Sequence[Json]) -> str:
     """`states`: of each run, as `snapshot` makes them, with its name as `run`."""
-    found: dict[str, list[str]] = {name: [] for name in METRICS}
+    samples_of: dict[str, list[str]] = {name: [] for name in METRICS}
     for state in states:
         for name, (labels, value) in _samples(state):
             number = _number(value)
             if number is not None:
-                found[name].append(f"{name}{_labels({'run': str(state['run'])} | labels)} {number}\n")
+                samples_of[name].append(f"{name}{_labels({'run': str(state['run'])} | labels)} {number}\n")
     lines = []
-    for name, samples in found.items():
+    for name, samples in samples_of.items():
         if samples:
             metric = METRICS[name]
             lines += [f"# HELP {name} {_escaped(metric.help)}\n", f"# TYPE {name} {metric.kind}\n", *samples]
@@ -93,7 +93,9 @@ def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
     yield "diloco_run_status", ({"status": str(state["status"])}, 1)
     for name, value in plain.items():
         yield name, ({}, value)
-    counts = Counter(str(one["state"]).partition(":")[0] for one in state["members"] or state["workers"])
+    counts = Counter(
+        str(participant["state"]).partition(":")[0] for participant in state["members"] or state["workers"]
+    )
     for which, count in sorted(counts.items()):
         yield "diloco_members", ({"state": which or "training"}, count)
     for worker in state["workers"]:
@@ -112,12 +114,12 @@ def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
 
 def _steps(state: Json) -> dict[int, float]:
     """The step of each worker; members of a swarm that are gone have none."""
-    steps = {one["worker"]: one["step"] for one in state["workers"]}
-    for one in state["members"]:
-        if one["state"] in GONE:
-            steps.pop(one["member"], None)
-        elif one["step"] is not None:
-            steps[one["member"]] = max(one["step"], steps.get(one["member"]) or 0)
+    steps = {participant["worker"]: participant["step"] for participant in state["workers"]}
+    for participant in state["members"]:
+        if participant["state"] in GONE:
+            steps.pop(participant["member"], None)
+        elif participant["step"] is not None:
+            steps[participant["member"]] = max(participant["step"], steps.get(participant["member"]) or 0)
     return {worker: step for worker, step in steps.items() if step is not None}
 
 

@@ -64,7 +64,7 @@ def new_token(host: str) -> str | None:
 
 
 def link(listener: socket.socket, host: str, token: str | None) -> str:
-    """What to open in a browser. An address that means all addresses is given as this machine's name."""
+    """Return the link to open in a browser. A host that means all addresses becomes this machine's name."""
     port = listener.getsockname()[1]
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     name = f"[{name}]" if ":" in name else name

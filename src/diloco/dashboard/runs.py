@@ -65,10 +65,10 @@ class Run:
         self.refresh()
         with self._lock:
             options = self.options()
-            found = snapshot(self._figures(until), options, self._ended[1], time.time())
-            if found["status"] == "empty" and self._is_new():
-                found |= {"status": "starting", "doing": DOING["started"]}
-            return {"run": self.name, "version": self.version, "problems": self._problems(), **found}
+            state = snapshot(self._figures(until), options, self._ended[1], time.time())
+            if state["status"] == "empty" and self._is_new():
+                state |= {"status": "starting", "doing": DOING["started"]}
+            return {"run": self.name, "version": self.version, "problems": self._problems(), **state}
 
     def _figures(self, until: float | None) -> RunFigures:
         elastic = self._history.elastic or self.options().get("engine") == "swarm"
@@ -86,11 +86,17 @@ class Run:
         """The last `count` rounds, or those before the round `before`."""
         self.refresh()
         with self._lock:
-            found = [one for one in self._history.rounds.until(until) if before is None or one.sequence < before]
-            return {"run": self.name, "rounds": [round_json(one) for one in found[-count:]], "all": len(found)}
+            selected = [
+                round_ for round_ in self._history.rounds.until(until) if before is None or round_.sequence < before
+            ]
+            return {
+                "run": self.name,
+                "rounds": [round_json(round_) for round_ in selected[-count:]],
+                "all": len(selected),
+            }
 
     def config(self) -> Json:
-        """What was resolved when training started; before, the options of config.toml."""
+        """Return the options as resolved when training started; before that, those of config.toml."""
         self.refresh()
         with self._lock:
             resolved = dict(self._history.resolved)
@@ -121,9 +127,9 @@ class Run:
         if ended is None and read:
             self.refresh()
         with self._lock:
-            found = _from_summary(ended) if ended is not None else self._from_log(options)
+            state = _from_summary(ended) if ended is not None else self._from_log(options)
         last = _changed(self.folder)
-        return {"run": self.name, "last_time": last, "steps": options.get("steps"), "about": about, **found}
+        return {"run": self.name, "last_time": last, "steps": options.get("steps"), "about": about, **state}
 
     def _from_log(self, options: Json) -> Json:
         state = snapshot(self._figures(None), options, None, time.time())
@@ -141,7 +147,7 @@ class Run:
         }
 
     def _problems(self) -> list[str]:
-        """What a reader of the page should know about the log."""
+        """Return what a reader of the page should know about the log."""
         problems = []
         if self._live.reader.newest_version > EVENTS_VERSION:
             problems.append(
@@ -197,11 +203,11 @@ class RunFolder:
     def find(self) -> dict[str, Run]:
         """The runs by name, newest first; without those whose folder is gone."""
         with self._lock:
-            found = {}
+            runs = {}
             for folder, name in _run_folders(self.root):
-                found[name] = self._runs.get(name) or Run(folder, name)
-            self._runs |= found
-            return dict(sorted(found.items(), key=lambda item: -_changed(item[1].folder)))
+                runs[name] = self._runs.get(name) or Run(folder, name)
+            self._runs |= runs
+            return dict(sorted(runs.items(), key=lambda item: -_changed(item[1].folder)))
 
     def run(self, name: str) -> Run | None:
         """Only a run that `find` has found, also earlier: a name in a request is never made into a path."""
@@ -211,8 +217,8 @@ class RunFolder:
 def _run_folders(root: Path) -> list[tuple[Path, str]]:
     if _is_run(root):
         return [(root, _readable(root.resolve().name or "run"))]
-    found = [(folder, _readable(str(folder.relative_to(root)))) for folder in _below(root, _DEEPEST, set())]
-    return sorted(found, key=lambda item: -_changed(item[0]))[:_MOST_RUNS]
+    folders = [(folder, _readable(str(folder.relative_to(root)))) for folder in _below(root, _DEEPEST, set())]
+    return sorted(folders, key=lambda item: -_changed(item[0]))[:_MOST_RUNS]
 
 
 def _below(folder: Path, deepest: int, seen: set[tuple[int, int]]) -> Iterator[Path]:
@@ -221,7 +227,7 @@ def _below(folder: Path, deepest: int, seen: set[tuple[int, int]]) -> Iterator[P
         children = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
     except OSError:
         return
-    for child in sorted(children, key=lambda one: (one.is_symlink(), one)):
+    for child in sorted(children, key=lambda path: (path.is_symlink(), path)):
         place = _place(child)
         if place is None or place in seen or len(seen) >= _MOST_FOLDERS:
             continue
@@ -242,7 +248,7 @@ def _place(folder: Path) -> tuple[int, int] | None:
 
 def _readable(name: str) -> str:
     """The name without what cannot be sent or shown as it is: bytes that are not UTF-8, control characters."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in name)
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)
 
 
 def _is_run(folder: Path) -> bool:
@@ -262,10 +268,10 @@ def _read_json(path: Path) -> Json | None:
     try:
         if path.stat().st_size > _MOST_FILE_BYTES:
             return None
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _flat(table: Json, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -28,7 +28,7 @@ def series(figures: RunFigures, points: int, chosen: set[int] | None = None) -> 
     rows = {number: columns for number, columns in rows.items() if len(columns["time"])}
     axes = _Axes(rows, history.clock)
     logged = {number: _rows_of(columns, columns["logged"] > 0) for number, columns in rows.items()}
-    here = {number for number, worker in history.workers.items() if worker.local}
+    local = {number for number, worker in history.workers.items() if worker.local}
     if chosen is None:
         chosen = set(rows) if len(rows) <= _SHOWN_WORKERS else set()
     of_each = max(150, min(points, 2 * points // max(1, len(chosen))))
@@ -39,7 +39,7 @@ def series(figures: RunFigures, points: int, chosen: set[int] | None = None) -> 
         "start": history.clock.first,
         "workers": {str(n): _own_curve(columns, of_each, axes) for n, columns in logged.items() if n in chosen},
         "validation": _validation(history.validations, until, points, axes),
-        "rates": _rates(rows, axes, chosen, here, _gone(history), until or history.clock.last or 0.0),
+        "rates": _rates(rows, axes, chosen, local, _gone(history), until or history.clock.last or 0.0),
         "rounds": _round_curves(figures.rounds, min(points, 600), axes),
         "communication": _communication(figures, rows, axes),
         "workers_in_means": len(rows),
@@ -47,8 +47,8 @@ def series(figures: RunFigures, points: int, chosen: set[int] | None = None) -> 
 
 
 def _gone(history: RunHistory) -> dict[int, float]:
-    """When a worker of this machine ended, or a member left, was lost or excluded; without those that are there."""
-    ended = {number: one.ended.time for number, one in history.workers.items() if one.ended is not None}
+    """Return when each worker of this machine ended, and when each member left, was lost or excluded."""
+    ended = {number: worker.ended.time for number, worker in history.workers.items() if worker.ended is not None}
     return ended | {member.number: member.since for member in RunFigures(history).members if member.gone}
 
 
@@ -108,7 +108,7 @@ class _Axes:
 
 
 def _grown(values: Numbers) -> NDArray[np.bool_]:
-    """Where a counter is above all its values before."""
+    """Return where a counter is above all its values before."""
     known = np.nan_to_num(values, nan=-1.0)
     return known > np.concatenate([[-1.0], np.maximum.accumulate(known)[:-1]])
 
@@ -148,34 +148,34 @@ def _rates(
     rows: dict[int, dict[str, Numbers]],
     axes: _Axes,
     chosen: set[int],
-    here: set[int],
+    local: set[int],
     gone: dict[int, float],
     now: float,
 ) -> Json:
     """Tokens a second of training, and the share of it that was no round, between consecutive moments.
 
-    `here`: the workers of this machine. `gone`: when a worker ended, left or was lost. A worker's own curve begins with
-    the first step that it logged and ends with the last; one elsewhere counts in the sum with its last rate until it is
-    gone, since its reports come late.
+    `local`: the workers of this machine. `gone`: when a worker ended, left or was lost. A worker's own curve begins
+    with the first step that it logged and ends with the last; one elsewhere counts in the sum with its last rate until
+    it is gone, since its reports come late.
     """
     pieces = {number: _pieces(row, axes) for number, row in rows.items()}
-    pieces = {number: found for number, found in pieces.items() if found}
+    pieces = {number: worker_pieces for number, worker_pieces in pieces.items() if worker_pieces}
     if not pieces:
         empty: Json = {"tokens_per_second": [], "utilization": [], "utilization_low": [], "utilization_high": []}
         return axes.at(np.zeros(0)) | empty | {"workers": {}}
-    first = min(found[0]["seconds"][0] for found in pieces.values())
-    last = max(found[-1]["seconds"][-1] for found in pieces.values())
-    logged = max(sum(len(one["seconds"]) for one in found) for found in pieces.values())
+    first = min(worker_pieces[0]["seconds"][0] for worker_pieces in pieces.values())
+    last = max(worker_pieces[-1]["seconds"][-1] for worker_pieces in pieces.values())
+    logged = max(sum(len(piece["seconds"]) for piece in worker_pieces) for worker_pieces in pieces.values())
     grid = np.linspace(first, last, min(_RATE_POINTS, max(2, logged)) + 1)
     total = np.full(len(grid) - 1, np.nan)
     shares = []
     own = {}
-    for number, found in pieces.items():
-        rate, share = _rate_and_share(found, grid)
+    for number, worker_pieces in pieces.items():
+        rate, share = _rate_and_share(worker_pieces, grid)
         shares.append(share)
         if number in chosen:
             own[str(number)] = {"tokens_per_second": as_json(rate), "utilization": as_json(share)}
-        held = _held_rate(rate, _HELD_HERE if number in here else len(rate))
+        held = _held_rate(rate, _HELD_HERE if number in local else len(rate))
         end = axes.seconds(np.array([gone.get(number, now)]))[0]
         rate = np.where(np.isnan(rate) & (grid[1:] > end), np.nan, held)
         total = np.where(np.isnan(rate), total, np.nan_to_num(total) + rate)
@@ -205,16 +205,17 @@ def _pieces(row: dict[str, Numbers], axes: _Axes) -> list[dict[str, Numbers]]:
 
 
 def _rate_and_share(pieces: list[dict[str, Numbers]], grid: Numbers) -> tuple[Numbers, Numbers]:
-    """Between the moments of the grid; nan where the worker was not there, or had not logged a step yet."""
-    rate, share = np.full(len(grid) - 1, np.nan), np.full(len(grid) - 1, np.nan)
+    """Return rate and share between the moments of the grid; nan where nothing was logged."""
+    rate = np.full(len(grid) - 1, np.nan)
+    share = np.full(len(grid) - 1, np.nan)
     for piece in pieces:
         seconds = piece["seconds"]
         ran = np.diff(np.interp(grid, seconds, piece["elapsed_seconds"]))
         gained = np.maximum(np.diff(np.interp(grid, seconds, piece["tokens"])), 0.0)
         synced = np.maximum(np.diff(np.interp(grid, seconds, np.nan_to_num(piece["sync_seconds"]))), 0.0)
-        here = ran > 0
-        rate[here] = gained[here] / ran[here]
-        share[here] = np.clip((ran[here] - synced[here]) / ran[here], 0.0, 1.0)
+        running = ran > 0
+        rate[running] = gained[running] / ran[running]
+        share[running] = np.clip((ran[running] - synced[running]) / ran[running], 0.0, 1.0)
     return rate, share
 
 
@@ -232,17 +233,19 @@ def _extreme(shares: Numbers, of: np.ufunc) -> Numbers:
 
 
 def _round_curves(rounds: list[RoundHistory], points: int, axes: _Axes) -> Json:
-    merged = [one for one in rounds if one.merged]
-    columns = {name: np.array([_or_nan(one.statistics[name]) for one in merged]) for name in ROUND_STATISTICS}
-    columns["sequence"] = np.array([float(one.sequence) for one in merged])
-    columns["contributors"] = np.array([float(len(one.contributors)) for one in merged])
-    norms = [[part.norm for part in one.workers.values() if part.norm is not None] for one in merged]
-    columns["norm_low"] = np.array([min(found, default=np.nan) for found in norms])
-    columns["norm_high"] = np.array([max(found, default=np.nan) for found in norms])
-    columns["cosine_low"] = np.array([_or_nan(one.cosine_low) for one in merged])
-    columns["cosine_high"] = np.array([_or_nan(one.cosine_high) for one in merged])
+    merged = [round_ for round_ in rounds if round_.merged]
+    columns = {name: np.array([_or_nan(round_.statistics[name]) for round_ in merged]) for name in ROUND_STATISTICS}
+    columns["sequence"] = np.array([float(round_.sequence) for round_ in merged])
+    columns["contributors"] = np.array([float(len(round_.contributors)) for round_ in merged])
+    norms = [[part.norm for part in round_.workers.values() if part.norm is not None] for round_ in merged]
+    columns["norm_low"] = np.array([min(round_norms, default=np.nan) for round_norms in norms])
+    columns["norm_high"] = np.array([max(round_norms, default=np.nan) for round_norms in norms])
+    columns["cosine_low"] = np.array([_or_nan(round_.cosine_low) for round_ in merged])
+    columns["cosine_high"] = np.array([_or_nan(round_.cosine_high) for round_ in merged])
     kept = thin_out(columns["mean_norm"], points)
-    x = axes.at(np.array([one.time for one in merged])[kept], np.array([float(one.step) for one in merged])[kept])
+    x = axes.at(
+        np.array([round_.time for round_ in merged])[kept], np.array([float(round_.step) for round_ in merged])[kept]
+    )
     return x | {f"round_{n}" if n == "seconds" else n: as_json(column[kept]) for n, column in columns.items()}
 
 
@@ -251,7 +254,7 @@ def _communication(figures: RunFigures, rows: dict[int, dict[str, Numbers]], axe
     history = figures.history
     if not rows or not history.tokens_per_step:
         return axes.at(np.zeros(0)) | {"sent": [], "data_parallel": []}
-    row = max(rows.values(), key=lambda one: float(np.nan_to_num(one["tokens"][-1])))
+    row = max(rows.values(), key=lambda columns: float(np.nan_to_num(columns["tokens"][-1])))
     kept = thin_out(row["bytes_sent"], 300)
     taken = row["tokens"][kept] / history.tokens_per_step
     baseline = data_parallel_bytes(history.trainable_parameters, 1, figures.usual_workers) * taken

@@ -92,7 +92,11 @@ class _Server:
         until = _number(request, "until")
         points = _count(request, "points", 600, MOST_POINTS)
         given = request.query_params.get("workers")
-        chosen = None if given is None else {int(one) for one in given.split(",") if one.isascii() and one.isdigit()}
+        chosen = (
+            None
+            if given is None
+            else {int(number) for number in given.split(",") if number.isascii() and number.isdigit()}
+        )
         return _json(await asyncio.to_thread(run.series, until, points, chosen))
 
     async def rounds(self, request: Request) -> Response:
@@ -110,10 +114,10 @@ class _Server:
         names = request.query_params.getlist("run")
 
         def text() -> str:
-            found = self._runs.find()
-            if unknown := [name for name in names if name not in found]:
+            runs = self._runs.find()
+            if unknown := [name for name in names if name not in runs]:
                 raise HTTPException(404, f"there is no run {unknown[0]!r}")
-            return exposition([found[name].state() for name in dict.fromkeys(names or found)])
+            return exposition([runs[name].state() for name in dict.fromkeys(names or runs)])
 
         return Response(await asyncio.to_thread(text), headers=_FRESH | {"content-type": CONTENT_TYPE})
 
@@ -165,7 +169,7 @@ def page_text() -> str:
     plotly adds a style only where no element has its id; the content-security policy would refuse it with an error.
     """
     ids = re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly_file().read_text(encoding="utf-8"))
-    placeholders = "".join(f'<meta id="{one}">\n' for one in sorted(set(ids)))
+    placeholders = "".join(f'<meta id="{style_id}">\n' for style_id in sorted(set(ids)))
     text = (_PAGE / "index.html").read_text(encoding="utf-8")
     return text.replace("</head>", f"{placeholders}</head>", 1)
 

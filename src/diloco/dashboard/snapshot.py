@@ -60,9 +60,15 @@ def snapshot(figures: RunFigures, options: Mapping[str, Any], summary: Json | No
             if live or note.time <= (until or 0)
         ][-200:],
         "samples": [
-            {"time": one.time, "worker": one.worker, "step": one.step, "prompt": one.prompt, "text": one.text}
-            for one in history.samples
-            if live or one.time <= (until or 0)
+            {
+                "time": sample.time,
+                "worker": sample.worker,
+                "step": sample.step,
+                "prompt": sample.prompt,
+                "text": sample.text,
+            }
+            for sample in history.samples
+            if live or sample.time <= (until or 0)
         ][-20:],
         "parameters": history.parameters,
         "unigram_perplexity": history.unigram_perplexity,
@@ -92,33 +98,34 @@ def _member(member: MemberFigures) -> Json:
 
 
 def _rounds(figures: RunFigures) -> Json:
-    failed = [one for one in figures.rounds if one.failure is not None]
-    refused = [one for one in figures.rounds if one.refused or one.clipped]
-    compared = [one for one in figures.rounds if one.merged and one.digests]
-    unequal = [one for one in compared if len(one.digests) > 1]
+    failed = [round_ for round_ in figures.rounds if round_.failure is not None]
+    refused = [round_ for round_ in figures.rounds if round_.refused or round_.clipped]
+    compared = [round_ for round_ in figures.rounds if round_.merged and round_.digests]
+    unequal = [round_ for round_ in compared if len(round_.digests) > 1]
     last = figures.last_round
     straggler = figures.straggler
     return {
         "merged": figures.merged_rounds,
         "failed": figures.failed_rounds,
         "refused": figures.refused,
-        "clipped": sum(len(one.clipped) for one in figures.rounds),
+        "clipped": sum(len(round_.clipped) for round_ in figures.rounds),
         "last": None if last is None else round_json(last),
         "cosines": [] if last is None else last.cosines,
         "digests_compared": len(compared),
         "digests_unequal": [
-            {"sequence": one.sequence, "workers": one.odd_workers, "merged": one.merged} for one in unequal[-_LISTED:]
+            {"sequence": round_.sequence, "workers": round_.odd_workers, "merged": round_.merged}
+            for round_ in unequal[-_LISTED:]
         ],
         "failures": [
-            {"sequence": one.sequence, "step": one.step, "time": one.time, "reason": one.failure,
-             "workers": sorted(worker for worker, part in one.workers.items() if part.failure is not None),
-             "merged_by_others": one.merged}
-            for one in failed[-_LISTED:]
+            {"sequence": round_.sequence, "step": round_.step, "time": round_.time, "reason": round_.failure,
+             "workers": sorted(worker for worker, part in round_.workers.items() if part.failure is not None),
+             "merged_by_others": round_.merged}
+            for round_ in failed[-_LISTED:]
         ],
         "refusals": [
-            {"sequence": one.sequence, "step": one.step, "time": one.time, "refused": one.refused,
-             "clipped": one.clipped}
-            for one in refused[-_LISTED:]
+            {"sequence": round_.sequence, "step": round_.step, "time": round_.time, "refused": round_.refused,
+             "clipped": round_.clipped}
+            for round_ in refused[-_LISTED:]
         ],
         "straggler": None if straggler is None else vars(straggler),
     }  # fmt: skip

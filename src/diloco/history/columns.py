@@ -29,12 +29,6 @@ class Columns:
         if len(before) > 1 and before[-1] < before[-2]:  # clocks of several processes
             before[-1] = before[-2]
 
-    def amend(self, values: Mapping[str, object]) -> None:
-        """Put these numbers into the last row; its other values stay."""
-        for name, value in values.items():
-            if name in self._columns and not np.isnan(found := number(value)):
-                self._columns[name][-1] = found
-
     def until(self, first: float | None) -> "dict[str, Numbers]":
         """The rows whose first column is at most `first`, as copies."""
         columns = {name: np.array(column, dtype=np.float64) for name, column in self._columns.items()}
@@ -73,5 +67,5 @@ def number(value: object) -> float:
 
 def finite(value: object) -> float | None:
     """The value as a float; None where `number` gives nan."""
-    found = number(value)
-    return None if found != found else found
+    converted = number(value)
+    return None if converted != converted else converted

@@ -17,13 +17,13 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 
 EVENTS_VERSION = 1
 LARGEST = 1 << 60
-"""The largest number that a run counts: what is above was never written by one."""
+"""The largest number that a reader accepts: a larger one is damaged or made up."""
 _EVERY_LINE = ("v", "time", "worker", "type")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every event has. The log sets `time` and `worker` when it writes one."""
+    """The fields of every event. The log sets `time` and `worker` when it writes one."""
 
     type: ClassVar[str] = ""
     time: float = 0.0
@@ -75,7 +75,7 @@ def _sometimes(default: Any = None) -> Any:
 @_event("sizes")
 @dataclass(frozen=True, kw_only=True)
 class SizesEvent(Event):
-    """What the run will take, by the first worker of a machine; `sizes` are the other fields of the line."""
+    """The estimated sizes of the run, told by the first worker of a machine."""
 
     process_bytes: int = 0
     warnings: Sequence[str] = ()
@@ -91,14 +91,14 @@ class SizesEvent(Event):
     def sizes(self) -> Mapping[str, Any]:
         """The estimate as `diloco train --estimate --json` has it."""
         return {
-            one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("time", "worker", "extra")
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("time", "worker", "extra")
         } | dict(self.extra)
 
 
 @_event("micro_batches")
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchesEvent(Event):
-    """How a step is cut on a GPU, if that is left open."""
+    """The micro-batches of a step on a GPU, where `training.accumulation` is left open."""
 
     accumulation: int
     rows: int
@@ -142,7 +142,7 @@ class CorpusEvent(Event):
 @_event("starting")
 @dataclass(frozen=True, kw_only=True)
 class StartingEvent(Event):
-    """What the first step waits for."""
+    """A worker is about to take its first step; `doing` says what that step waits for."""
 
     doing: str
 
@@ -201,7 +201,7 @@ class RoundPostedEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberReport:
-    """What a worker tells the others of itself with a round."""
+    """The counters that a worker reports to the others with a round."""
 
     inner_steps: int | None = None
     tokens: int | None = None
@@ -474,7 +474,7 @@ class StateArrivingEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberEvent(Event):
-    """What happened to a member."""
+    """An event about one member of the swarm."""
 
     member: int
     peer: str = ""
@@ -483,7 +483,7 @@ class MemberEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberReasonEvent(MemberEvent):
-    """What happened to a member, and why."""
+    """An event about one member of the swarm, with the reason."""
 
     reason: str = ""
 
@@ -723,11 +723,11 @@ class SidecarRestartedEvent(Event):
     restarts: int = 0
 
 
-# Written
+# Writing
 
 
 def make_event(type_: str, given: Mapping[str, Any]) -> Event:
-    """The event of a type that is known by name only; ValueError if the type has no such fields."""
+    """Make an event whose type is given by its name; ValueError if the type has no such fields."""
     event = read_event({"time": 0.0, "worker": -1, "type": type_} | dict(given))
     if isinstance(event, UnknownEvent):
         raise ValueError(f"no event {type_!r} can be made of {dict(given)!r:.200}: {event.problem or 'unknown type'}")
@@ -758,7 +758,7 @@ def _plain(value: object) -> object:
     return value
 
 
-# Read
+# Reading
 
 
 def read_event(line: Mapping[str, Any]) -> Event:
@@ -819,7 +819,7 @@ _READERS: dict[type, list[tuple[str, _Reader, Any]]] = {}
 
 
 def _readers_of(kind: Any) -> list[tuple[str, _Reader, Any]]:
-    """How each field of a class is read, and its value where a line has none."""
+    """Return for each field of a class its name, its reader, and its value where a line has none."""
     hints = get_type_hints(kind)
     given = ("time", "worker", "extra") if issubclass(kind, Event) else ("extra",)
     own = [each for each in fields(kind) if each.name not in given]
@@ -827,15 +827,15 @@ def _readers_of(kind: Any) -> list[tuple[str, _Reader, Any]]:
     return _READERS[kind]
 
 
-def _default(of: "Field[Any]") -> Any:
-    return of.default_factory() if of.default_factory is not MISSING else of.default
+def _default(declared: "Field[Any]") -> Any:
+    return declared.default_factory() if declared.default_factory is not MISSING else declared.default
 
 
 def _reader(hint: Any) -> _Reader:
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, types.UnionType):
-        (only,) = [one for one in args if one is not type(None)]
+        (only,) = [arg for arg in args if arg is not type(None)]
         return {float: _number_or_none, int: _whole_or_none}.get(only) or _reader(only)
     if origin is not None and issubclass(origin, Mapping):
         return _mapping
@@ -860,12 +860,12 @@ def _number(value: Any) -> float:
 
 
 def _number_or_none(value: Any) -> float | None:
-    """A number that cannot be is a gap, and not a reason to leave the event out."""
+    """Return a number, or None for what is no number: such a gap is no reason to leave the event out."""
     return value if type(value) in (int, float) and -LARGEST <= value <= LARGEST else None
 
 
 def _whole_or_none(value: Any) -> int | None:
-    """The same of a count; one that is too large is no gap, but says that the event is made up."""
+    """Return a count, or None for what is none; a count that is too large raises, since its event is made up."""
     return _whole(value) if type(value) is int else None
 
 

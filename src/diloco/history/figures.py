@@ -23,7 +23,10 @@ _LATEST_ROUNDS = 100
 
 
 def data_parallel_bytes(parameters: int, steps: int, workers: int) -> int:
-    """What a worker sends if fp32 gradients are averaged at every step: a reduce-scatter and an all-gather of each."""
+    """Return the bytes that a worker sends if fp32 gradients are averaged at every step.
+
+    Each average is a reduce-scatter and an all-gather.
+    """
     return round(steps * 2 * (workers - 1) / workers * 4 * parameters)
 
 
@@ -142,7 +145,7 @@ class RunFigures:
 
     @cached_property
     def _states(self) -> tuple[list[WorkerFigures], list[MemberFigures]]:
-        """Workers and members, with one state for one that is both: of this machine its own, else the swarm's."""
+        """Workers and members. A worker that is a member too has one state: its own if it is here, else the swarm's."""
         workers = self._all_workers()
         return workers, self._all_members({worker.number: worker for worker in workers})
 
@@ -191,7 +194,7 @@ class RunFigures:
 
     @property
     def doing(self) -> str | None:
-        """What the workers do before the first step of this start is logged; None from then on."""
+        """The words for what the workers do before the first step of this start is logged; None from then on."""
         if self.until is None:
             logged = any(worker.history.has_logged for worker in self.local)
         else:
@@ -229,7 +232,7 @@ class RunFigures:
         return _mean([worker.utilization for worker in self.local])
 
     def seconds_left(self, steps: float | None) -> float | None:
-        """Until the run's last step: of the worker that needs longest; in a swarm of the one that is there first."""
+        """Return the seconds until the run's last step: the slowest worker's; in a swarm the fastest one's."""
         if steps is None:
             return None
         left = [
@@ -270,7 +273,7 @@ class RunFigures:
     def merged_rounds(self) -> int:
         """Merged rounds, also those before a worker of this machine joined, which its own count includes."""
         own = [int(worker.history.columns.last("rounds", self.until) or 0) for worker in self.workers if worker.local]
-        merged = len(self.history.rounds.merged) if self.until is None else sum(one.merged for one in self.rounds)
+        merged = len(self.history.rounds.merged) if self.until is None else sum(round_.merged for round_ in self.rounds)
         return max([merged, *own])
 
     @property
@@ -280,7 +283,7 @@ class RunFigures:
         if self.until is None:
             failed = len(self.history.rounds.failed)
         else:
-            failed = sum(one.failure is not None for one in self.rounds)
+            failed = sum(round_.failure is not None for round_ in self.rounds)
         return max([failed, *(ended.rounds_failed for ended in ends if ended is not None)])
 
     @property
@@ -288,20 +291,20 @@ class RunFigures:
         """Contributions that are in no mean."""
         if self.until is None:
             return self.history.rounds.refused
-        return sum(len(one.refused) for one in self.rounds)
+        return sum(len(round_.refused) for round_ in self.rounds)
 
     @property
     def last_round(self) -> RoundHistory | None:
         """The last merged round."""
         if self.until is None:
             return self.history.rounds.last_merged()
-        return next((one for one in reversed(self.rounds) if one.merged), None)
+        return next((round_ for round_ in reversed(self.rounds) if round_.merged), None)
 
     @property
     def straggler(self) -> Straggler | None:
         """The worker for which the others waited in a fifth of the latest rounds or more."""
         latest = self.rounds[-_LATEST_ROUNDS:]
-        stragglers = [one.straggler for one in latest if one.straggler is not None]
+        stragglers = [round_.straggler for round_ in latest if round_.straggler is not None]
         if not stragglers:
             return None
         worker = statistics.mode(stragglers)
@@ -331,7 +334,7 @@ class RunFigures:
 
     @cached_property
     def data_parallel_bytes(self) -> int:
-        """What that worker would have sent, averaging fp32 gradients at every step."""
+        """The bytes that the busiest worker here would have sent, averaging fp32 gradients at every step."""
         first = max(self.local, key=lambda worker: worker.tokens, default=None)
         per_step = self.history.tokens_per_step
         taken = 0 if first is None or not per_step else first.tokens // per_step
@@ -341,7 +344,9 @@ class RunFigures:
     def link_bytes_per_second(self) -> float | None:
         """The most that the link carried in a round."""
         rates = [
-            one.bytes_sent / seconds for one in self.rounds if (seconds := one.statistics["seconds"]) and one.bytes_sent
+            round_.bytes_sent / seconds
+            for round_ in self.rounds
+            if (seconds := round_.statistics["seconds"]) and round_.bytes_sent
         ]
         return max(rates, default=None)
 
@@ -359,7 +364,7 @@ class RunFigures:
 
     @property
     def present(self) -> int:
-        """How many workers are there."""
+        """The number of workers that are there."""
         return sum(state not in (*GONE, "failed") for state in self.states.values())
 
     @property
@@ -375,7 +380,7 @@ class RunFigures:
     @property
     def not_finite(self) -> list[int]:
         """The workers whose loss is no number."""
-        return sorted(number for number, one in self.history.workers.items() if one.diverged_at(self.until))
+        return sorted(number for number, worker in self.history.workers.items() if worker.diverged_at(self.until))
 
 
 def _member(number: int, member: MemberHistory, time: float | None) -> MemberFigures | None:

@@ -107,7 +107,7 @@ class NoEvents(EventLog):
 
 
 def end_cut_line(run_folder: Path) -> None:
-    """Before a resumed run writes: end a line that a kill has cut, so that new events start on their own line."""
+    """End a line that a kill has cut, before a resumed run writes: new events then start on their own line."""
     path = run_folder / EVENTS_FILE
     if not path.exists() or not path.stat().st_size:
         return

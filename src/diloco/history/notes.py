@@ -139,7 +139,7 @@ class RunNotes:
             self.lines.append(text)
 
     def _is_repeated(self, note: RunNote) -> bool:
-        """The same within a minute: by another worker, or with nothing in between."""
+        """Return whether the same was told within a minute: by another worker, or with nothing in between."""
         for earlier in reversed(self.notes[-_COMPARED:]):
             if earlier.subject == note.subject:
                 late = note.time - earlier.time >= _REPEAT_SECONDS
@@ -151,7 +151,8 @@ class _Means:
     """How the means of a start of the run were made: told when it changes, by the first worker that has the round."""
 
     def __init__(self, wanted: str = "mean") -> None:
-        self._wanted = self._made = wanted
+        self._wanted = wanted
+        self._made = wanted
         self._disagreeing: set[int] = set()
         self._replaced: set[int] = set()
         self._last = -1
@@ -183,7 +184,7 @@ class _Means:
         yield from self._replacements(sequence, {int(worker): share for worker, share in event.replaced.items()})
 
     def _replacements(self, sequence: int, shares: dict[int, float]) -> Iterator[str]:
-        """Told once of a worker, and again only after its share has been below half of what is told."""
+        """Yield a note about a worker once, and again only after its share has been below half of _TOLD_SHARE."""
         if not shares:  # a plain mean, or one that the telling worker got after the round
             return
         least = {worker: _TOLD_SHARE / 2 if worker in self._replaced else _TOLD_SHARE for worker in shares}

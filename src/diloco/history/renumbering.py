@@ -66,12 +66,14 @@ def _with_numbers(event: Event, numbers: Numbers) -> Event:
     for name in _BY_WORKER:
         if isinstance(event.get(name), dict):
             changed[name] = {
-                str(last(int(key)) if key.isdecimal() and len(key) <= _LONGEST_NUMBER else key): one
-                for key, one in event[name].items()
+                str(last(int(key)) if key.isdecimal() and len(key) <= _LONGEST_NUMBER else key): value
+                for key, value in event[name].items()
             }
     for name, key in _REPORTS.items():
         if isinstance(event.get(name), list):
-            changed[name] = [one | {key: last(one.get(key))} if isinstance(one, dict) else one for one in event[name]]
+            changed[name] = [
+                report | {key: last(report.get(key))} if isinstance(report, dict) else report for report in event[name]
+            ]
     if event.get("type") != "renumbered" and isinstance(event.get("member"), int):
         mine = numbers.get(event["member"])  # two workers had this number: the peer tells which one is meant
         if mine is not None and mine.peer and mine.peer == event.get("peer"):

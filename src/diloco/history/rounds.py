@@ -191,7 +191,7 @@ class RoundsHistory:
             self._with_cosines.popleft().cosines = []
 
     def _told_part(self, member: RoundMember, round_: RoundHistory) -> None:
-        """A member reports its seconds at every round: the difference is this round's work."""
+        """Take in a member's report: what its seconds have grown by since the last report is this round's work."""
         worker = member.worker
         report = member.report
         worked = number(report.elapsed_seconds) - number(report.sync_seconds)
@@ -208,7 +208,7 @@ class RoundsHistory:
         self._remote_phases(worker, report.last_round_seconds)
 
     def _remote_phases(self, worker: int, told: Sequence[object]) -> None:
-        """The phases of the round before, which ended for that worker when it did here: no clock is shared."""
+        """Take in the phases of the member's last round, which counts as ended when it did here: no clock is shared."""
         sequence, *seconds = [_seconds(value) for value in told] or [-1.0]
         before = self.by_sequence.get(int(sequence))
         part = None if before is None else before.workers.get(worker)
@@ -222,7 +222,7 @@ class RoundsHistory:
         part.seconds = taken
 
     def forget(self, after_step: int) -> None:
-        """A resume has taken the later rounds back, and repeats the number of one to which no worker brought work."""
+        """Forget the rounds after the step of a resume, and those without an outcome, whose numbers come again."""
         self.by_sequence = {
             sequence: round_
             for sequence, round_ in self.by_sequence.items()
@@ -243,7 +243,7 @@ class RoundsHistory:
         return sorted(ended, key=lambda round_: round_.sequence)
 
     def first_told(self, event: RoundEndedEvent) -> bool:
-        """Whether its worker was the first of this machine to tell this outcome of the round."""
+        """Return whether the event's worker was the first of this machine to tell this outcome of the round."""
         round_ = self.by_sequence.get(event.sequence)
         return round_ is not None and round_.told_first.get(event.failure is not None) == event.worker
 
@@ -258,17 +258,17 @@ class RoundsHistory:
 
 
 def contributed(rounds: Sequence[RoundHistory]) -> dict[int, int]:
-    """The last merged round that has a worker's contribution; `rounds` in their order."""
+    """Return for each worker the last merged round that has its contribution; `rounds` are in their order."""
     return {worker: round_.sequence for round_ in rounds if round_.merged for worker in round_.contributors}
 
 
 def usual_workers(rounds: Sequence[RoundHistory]) -> float:
-    """How many contributions a merged round had, on average; 1 if there is none."""
+    """Return the mean number of contributions to a merged round; 1 if there is none."""
     counts = [len(round_.contributors) for round_ in rounds if round_.merged]
     return statistics.fmean(counts) if counts else 1.0
 
 
 def _seconds(value: object) -> float:
-    """The seconds that another machine tells; 0 for what is unknown, or cannot be."""
+    """Return the seconds that another machine tells; 0 if they are unknown or impossible."""
     taken = finite(value)
     return taken if taken is not None and 0 <= taken < _LONGEST_SECONDS else 0.0

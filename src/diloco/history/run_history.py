@@ -62,9 +62,10 @@ logger = logging.getLogger(__name__)
 _MOST_SAMPLES = 200
 _KEPT_TOLD = 64  # events: a resume goes back by some rounds
 _OF_ANOTHER_VERSION = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
-"""What an event of another version raises, or one that is made up."""
+"""The exceptions that an event of another version raises, or one that is made up."""
 _BEGINNINGS = (SizesEvent, SwarmEvent, WorkerStartedEvent)
-"""What a worker writes first: in a swarm `swarm`; elsewhere `sizes`, which one worker writes, or `worker_started`."""
+"""The events that a worker writes first: in a swarm `swarm`; elsewhere `sizes`, which one worker writes, or
+`worker_started`."""
 
 
 class RunClock:
@@ -96,7 +97,7 @@ class RunClock:
         return again
 
     def seconds(self, until: float | None = None) -> float | None:
-        """How long the run had trained by then; None before its first event."""
+        """Return how long the run had trained by then; None before its first event."""
         end = self.last if until is None else until
         if end is None or self.first is None:
             return None
@@ -105,7 +106,7 @@ class RunClock:
 
 @dataclass
 class RunStart:
-    """What is known of one start of the run."""
+    """The bad loss, the exclusion and the sample of one start of the run."""
 
     bad_loss: LossNotFiniteEvent | None = None
     excluded: bool = False
@@ -114,12 +115,12 @@ class RunStart:
 
     @property
     def would_end_the_same(self) -> bool:
-        """Whether resuming is of no use: a loss was not finite, or the swarm refused the worker."""
+        """True if resuming is of no use: a loss was not finite, or the swarm refused the worker."""
         return self.bad_loss is not None or self.excluded
 
 
 class _Told(NamedTuple):
-    """What a round or a worker's end told of the members."""
+    """The members as a round or a worker's end told them."""
 
     step: int
     members: Sequence[RoundMember]
@@ -160,7 +161,7 @@ class RunHistory:
         self._local: set[int] = set()
         self._missed: list[tuple[int, int, int]] = []  # worker, position at which it was new, steps it did not take
 
-    # What it says
+    # What the readers ask
 
     @property
     def agreed(self) -> Sequence[RoundMember]:
@@ -199,12 +200,12 @@ class RunHistory:
 
     @property
     def own_work(self) -> dict[int, OwnWork]:
-        """What each worker of this machine has done in all its starts."""
+        """The work of each worker of this machine in all its starts."""
         known = {number: worker for number, worker in self.workers.items() if worker.own_work is not None}
         return {number: worker.all_work() for number, worker in known.items()}
 
     def spans(self) -> list[PhaseSpan]:
-        """What each worker did at every moment of its rounds."""
+        """Return the phases of each worker's rounds as spans of time."""
         began = {number: worker.began for number, worker in self.workers.items()}
         return round_spans([round_ for _, round_ in sorted(self.rounds.by_sequence.items())], began)
 
@@ -212,7 +213,7 @@ class RunHistory:
         """The steps that workers which joined after the first step are counted for and did not take."""
         return sum(steps for _, _, steps in self._missed)
 
-    # How it is told
+    # Taking in the events
 
     def update(self, event: Event) -> None:
         """Take in the next event of the log."""
@@ -486,7 +487,7 @@ class LiveHistory:
                 return
 
     def refresh(self) -> bool:
-        """Read what is new; whether anything has changed."""
+        """Read what is new; return whether anything has changed."""
         before = self.beginnings
         count = sum(1 for _ in self.new_events())
         return bool(count) or self.beginnings != before

@@ -46,7 +46,8 @@ def round_spans(rounds: Sequence[RoundHistory], began: Mapping[int, Sequence[flo
         span
         for worker in workers
         for span in _Timeline(worker).spans_of(
-            began.get(worker, ()), [(one.sequence, one.workers[worker]) for one in rounds if worker in one.workers]
+            began.get(worker, ()),
+            [(round_.sequence, round_.workers[worker]) for round_ in rounds if worker in round_.workers],
         )
     ]
 
@@ -96,7 +97,8 @@ class _Timeline:
 
 
 def _moments(part: WorkerRound) -> Iterator[tuple[float, int]]:
-    """When the part's inner steps began, where that is known only from its report, its post, and its end."""
+    """Yield the moments of a part: (time, 0) its inner steps began, if only a report tells it; (time, 1) it was posted;
+    (time, 2) it ended."""
     if part.elsewhere and part.posted is not None:
         yield part.posted - part.seconds.get("encode", 0.0) - (part.compute_seconds or 0.0), 0
     if part.posted is not None:

@@ -37,7 +37,7 @@ DOING = {
     "waiting": "waiting for more workers (swarm.min_workers)",
     "warm_start": "waiting for the end of the warm start, which one worker trains alone",
 }
-"""What a worker does before its first step is over, by its state."""
+"""The words for what a worker does before its first step is over, by its state."""
 
 
 class Mark(NamedTuple):
@@ -206,7 +206,7 @@ class WorkerProgress:
 
 @dataclass
 class OwnWork:
-    """What one worker of this machine has done, in all its starts, with what was lost."""
+    """The work of one worker of this machine in all its starts, with what was lost."""
 
     tokens: int = 0
     elapsed_seconds: float = 0.0
@@ -267,11 +267,11 @@ class WorkerHistory:
 
     @property
     def state(self) -> str:
-        """What it does now."""
+        """Its state now."""
         return self.states[-1][1] if self.states else ""
 
     def state_at(self, until: float | None) -> str | None:
-        """What it did at a moment; None if it was not there yet."""
+        """Return its state at a moment; None if it was not there yet."""
         return next((state for time, state in reversed(self.states) if until is None or time <= until), None)
 
     def set_state(self, time: float, state: str) -> None:
@@ -280,11 +280,11 @@ class WorkerHistory:
             self.states.append((time, state))
 
     def diverged_at(self, until: float | None) -> bool:
-        """Whether its loss was no number at a moment."""
+        """Return whether its loss was no number at a moment."""
         return next((bad for time, bad in reversed(self.not_finite) if until is None or time <= until), False)
 
     def all_work(self) -> OwnWork:
-        """What it has done in all its starts."""
+        """Return its work in all its starts."""
         return self.earlier_work.add(self.own_work or OwnWork())
 
     def count(self, time: float, *, logged: bool = False, event: StepEvent | None = None) -> None:

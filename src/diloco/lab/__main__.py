@@ -36,15 +36,15 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("list").add_argument("--scale", default="cpu")
     for verb in ("run", "tune"):
-        one = verbs.add_parser(verb)
-        one.add_argument("experiments", nargs="*")
-        one.add_argument("--all", action="store_true")
+        verb_parser = verbs.add_parser(verb)
+        verb_parser.add_argument("experiments", nargs="*")
+        verb_parser.add_argument("--all", action="store_true")
         for option in fields(RunOptions):
             flag = f"--{option.name.replace('_', '-')}"
             if isinstance(option.default, bool):
-                one.add_argument(flag, action="store_true")
+                verb_parser.add_argument(flag, action="store_true")
             else:
-                one.add_argument(flag, type=_TYPES.get(option.name, str), default=option.default)
+                verb_parser.add_argument(flag, type=_TYPES.get(option.name, str), default=option.default)
     verbs.add_parser("new").add_argument("name")
     report = verbs.add_parser("report")
     report.add_argument("folder", type=Path)
@@ -62,11 +62,15 @@ def _call(given: argparse.Namespace) -> int:
         commands.report(given.folder, given.experiments, given.to, print_line)
     else:
         options = RunOptions(**{option.name: getattr(given, option.name) for option in fields(RunOptions)})
-        found = commands.chosen(given.experiments, given.all)
+        experiments = commands.chosen(given.experiments, given.all)
         if given.verb == "run":
-            commands.run(found, options, print_line)
+            commands.run(experiments, options, print_line)
         else:
-            commands.tune([one for one in found if one.tuning is not None or not given.all], options, print_line)
+            commands.tune(
+                [experiment for experiment in experiments if experiment.tuning is not None or not given.all],
+                options,
+                print_line,
+            )
     return 0
 
 

@@ -219,13 +219,13 @@ class Arm:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Arm":
-        known = {one.name for one in fields(cls)}
+        known = {item.name for item in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"an arm has no {', '.join(unknown)}: it has {', '.join(sorted(known))}")
         plain = dict(values)
         for name in ("active_workers", "speeds", "slow_rounds", "hostile"):
             plain[name] = tuple(plain.get(name, ()))
-        plain["absences"] = tuple(tuple(one) for one in plain.get("absences", ()))
+        plain["absences"] = tuple(tuple(absence) for absence in plain.get("absences", ()))
         return cls(**plain)
 
     def key(self) -> str:
@@ -260,7 +260,7 @@ class RoundStatistics:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What one seed of an arm gave."""
+    """The result of one seed of an arm."""
 
     arm: Arm
     seed: int
@@ -316,13 +316,13 @@ class ArmResult:
         plain = dict(values)
         plain["arm"] = Arm.from_json(plain["arm"])
         plain["curve"] = tuple((int(step), float(loss)) for step, loss in plain["curve"])
-        plain["statistics"] = tuple(RoundStatistics(**one) for one in plain["statistics"])
+        plain["statistics"] = tuple(RoundStatistics(**row) for row in plain["statistics"])
         return cls(**plain)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a simulation is; given to `on_progress`."""
+    """The position of a simulation, given to `on_progress`."""
 
     arm: str
     seed: int
@@ -339,10 +339,10 @@ def _at_least(name: str, value: int, least: int) -> None:
 
 
 def _table(kind: type[Table], name: str, given: Mapping[str, Any]) -> Table:
-    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
+    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"{name} has no {', '.join(unknown)}: it has {', '.join(known)}")
-    required = {key for key, one in known.items() if one.default is MISSING and one.default_factory is MISSING}
+    required = {key for key, item in known.items() if item.default is MISSING and item.default_factory is MISSING}
     if missing := sorted(required - set(given)):
         raise ConfigError(f"{name} lacks {', '.join(missing)}: give them, or a preset's name")
     return kind(**given)

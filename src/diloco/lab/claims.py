@@ -20,7 +20,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, final, get_args
+from typing import Literal, final
 
 FEWEST_SEEDS = 3
 FALSE_VERDICTS = 0.05
@@ -29,7 +29,6 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The 97.5 % quantile of Student's t with 1, 2, … degrees of freedom."""
 
 Verdict = Literal["holds", "does not hold", "not resolved"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 @final
@@ -88,7 +87,7 @@ class Claim:
 @final
 @dataclass(frozen=True)
 class Judgement:
-    """What the seeds say about a claim."""
+    """The verdict of the seeds on a claim, with the values behind it."""
 
     claim: Claim
     values: tuple[float, ...]
@@ -110,7 +109,7 @@ class Judgement:
 
     @property
     def sign_text(self) -> str:
-        """Whether the whole interval lies on the published side of 0, on the other one, or on both."""
+        """In words, whether the whole interval lies on the published side of 0, on the other one, or on both."""
         expected = self.claim.expected
         if not expected or len(self.values) < FEWEST_SEEDS:
             return "–"
@@ -121,7 +120,7 @@ class Judgement:
 
     @property
     def size_text(self) -> str:
-        """Whether the published value lies in our interval, or our effect is larger, smaller, or of the other sign."""
+        """In words, whether our interval holds the published value, or our effect is larger, smaller or opposite."""
         expected = self.claim.expected
         if expected is None or len(self.values) < FEWEST_SEEDS:
             return "–"
@@ -171,30 +170,32 @@ def correct(judgements: Sequence[Judgement]) -> list[Judgement]:
 
     Several experiments may ask the same of the same arms: that is one claim.
     """
-    tested = distinct([one for one in judgements if one.verdict != "not resolved" or not one.reason])
-    values = sorted(one.p_value for one in tested if one.verdict != "not resolved")
+    tested = distinct(
+        [judgement for judgement in judgements if judgement.verdict != "not resolved" or not judgement.reason]
+    )
+    values = sorted(judgement.p_value for judgement in tested if judgement.verdict != "not resolved")
     largest = 0.0
     for rank, value in enumerate(values, start=1):
         if value <= FALSE_VERDICTS * rank / len(tested):
             largest = value
     reason = f"not after the correction over {len(tested)} claims"
     return [
-        replace(one, verdict="not resolved", reason=reason)
-        if one.verdict != "not resolved" and one.p_value > largest
-        else one
-        for one in judgements
+        replace(judgement, verdict="not resolved", reason=reason)
+        if judgement.verdict != "not resolved" and judgement.p_value > largest
+        else judgement
+        for judgement in judgements
     ]
 
 
 def distinct(judgements: Sequence[Judgement]) -> list[Judgement]:
     """The judgements without repetitions: the same numbers, or the same with the other sign, and the same bound."""
-    found: dict[tuple[object, ...], Judgement] = {}
-    for one in judgements:
-        bounds = (one.claim.at_least, one.claim.at_most)
-        turned = (-one.claim.at_most, -one.claim.at_least)
-        sides = ((one.values, bounds), (tuple(-value for value in one.values), turned))
-        found.setdefault(min(sides), one)
-    return list(found.values())
+    kept: dict[tuple[object, ...], Judgement] = {}
+    for judgement in judgements:
+        bounds = (judgement.claim.at_least, judgement.claim.at_most)
+        turned = (-judgement.claim.at_most, -judgement.claim.at_least)
+        sides = ((judgement.values, bounds), (tuple(-value for value in judgement.values), turned))
+        kept.setdefault(min(sides), judgement)
+    return list(kept.values())
 
 
 def judge(claim: Claim, seeds: Sequence[Measured], *, smoke: bool = False) -> Judgement:
@@ -207,18 +208,18 @@ def judge(claim: Claim, seeds: Sequence[Measured], *, smoke: bool = False) -> Ju
             continue
         except OverflowError:  # of an exponential: an arm diverged
             values.append(math.inf)
-    found = tuple(values)
+    measured = tuple(values)
     if smoke:
-        return Judgement(claim, found, "not resolved", "a smoke test's numbers mean nothing")
-    if any(not math.isfinite(value) for value in found):
-        return Judgement(claim, found, "not resolved", "an arm diverged")
-    if len(found) < FEWEST_SEEDS:
-        seeds_text = f"{len(found)} of the {FEWEST_SEEDS} seeds that a verdict needs"
-        return Judgement(claim, found, "not resolved", seeds_text)
-    mean, half = statistics.mean(found), half_width(found)
+        return Judgement(claim, measured, "not resolved", "a smoke test's numbers mean nothing")
+    if any(not math.isfinite(value) for value in measured):
+        return Judgement(claim, measured, "not resolved", "an arm diverged")
+    if len(measured) < FEWEST_SEEDS:
+        seeds_text = f"{len(measured)} of the {FEWEST_SEEDS} seeds that a verdict needs"
+        return Judgement(claim, measured, "not resolved", seeds_text)
+    mean, half = statistics.mean(measured), half_width(measured)
     low, high = mean - half, mean + half
     if claim.at_least <= low and high <= claim.at_most:
-        return Judgement(claim, found, "holds")
+        return Judgement(claim, measured, "holds")
     if high < claim.at_least or claim.at_most < low:
-        return Judgement(claim, found, "does not hold")
-    return Judgement(claim, found, "not resolved")
+        return Judgement(claim, measured, "does not hold")
+    return Judgement(claim, measured, "not resolved")

@@ -66,16 +66,16 @@ def _is_literal(node: ast.expr) -> bool:
 
 def _imported_modules(first: str) -> dict[str, Path]:
     """All modules of the package that `first` needs, by name: imports inside functions count too."""
-    found: dict[str, Path] = {}
+    modules: dict[str, Path] = {}
     waiting = [first]
     while waiting:
         module = waiting.pop()
         path = _path_of(module)
-        if module in found or path is None or module.startswith(_NOT_SIMULATED):
+        if module in modules or path is None or module.startswith(_NOT_SIMULATED):
             continue
-        found[module] = path
+        modules[module] = path
         waiting += _imports(_parse(path))
-    return found
+    return modules
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
@@ -106,6 +106,10 @@ def _essence(tree: ast.AST) -> str:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            kept = [one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+            kept = [
+                statement
+                for statement in body
+                if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+            ]
             node.body = kept  # type: ignore[attr-defined]
     return ast.dump(tree)

@@ -56,7 +56,9 @@ def run(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> int
     say(f"{remaining} remain: run the same command again to continue" if remaining else "all finished")
     if not remaining:
         words = ["lab", "report", str(options.folder)]
-        words += [str(one.file) if one.file is not None else one.name for one in experiments]
+        words += [
+            str(experiment.file) if experiment.file is not None else experiment.name for experiment in experiments
+        ]
         say(f"next: {command(*map(shlex.quote, words))}")
     return remaining
 
@@ -71,7 +73,7 @@ def tune(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> Sc
     seeds = tuning_seeds(options)
     for experiment in experiments:
         if experiment.tuning is None:
-            having = ", ".join(one.name for one in EXPERIMENTS.values() if one.tuning is not None)
+            having = ", ".join(other.name for other in EXPERIMENTS.values() if other.tuning is not None)
             raise ConfigError(f"the experiment {experiment.name} has nothing to tune: those that have are {having}")
     setting = setting_of(texts, {experiment.text for experiment in experiments})
     ResultFolder(options.folder).begin(setting)
@@ -85,14 +87,19 @@ def search(
     experiments: Sequence[Experiment], scale: Scale, seeds: Sequence[int], setting: Setting, runner: Runner, say: Say
 ) -> Scale:
     """Walk all searches of these experiments together, and write what they found to the folder's TUNED file."""
-    found: dict[tuple[str, str], dict[Place, float]] = {}
-    searches = [(one, made) for one in experiments if one.tuning is not None for made in one.tuning(scale)]
+    losses_by_place: dict[tuple[str, str], dict[Place, float]] = {}
+    searches = [
+        (experiment, made)
+        for experiment in experiments
+        if experiment.tuning is not None
+        for made in experiment.tuning(scale)
+    ]
     folder = ResultFolder(runner.conditions.folder)
     while True:
         wanted = [
             (experiment, made, place)
             for experiment, made in searches
-            for place in made.wanted(found.setdefault((experiment.name, made.name), {}))
+            for place in made.wanted(losses_by_place.setdefault((experiment.name, made.name), {}))
         ]
         if not wanted:
             break
@@ -114,10 +121,10 @@ def search(
         for experiment, made, place in wanted:
             arm = made.arm(place)
             digest = setting.texts[experiment.text]
-            losses = [one.result.loss for seed in seeds if (one := folder.read(key_of(arm, seed, digest)))]
-            found[experiment.name, made.name][place] = statistics.mean(losses)
+            losses = [finished.result.loss for seed in seeds if (finished := folder.read(key_of(arm, seed, digest)))]
+            losses_by_place[experiment.name, made.name][place] = statistics.mean(losses)
     for experiment, made in searches:
-        losses_of = found[experiment.name, made.name]
+        losses_of = losses_by_place[experiment.name, made.name]
         chosen_place = best(losses_of)
         ordered = sorted(losses_of, key=losses_of.__getitem__)
         say(f"{made.name}: " + "; ".join(f"{made.described(place)}: {losses_of[place]:.4f}" for place in ordered))
@@ -150,17 +157,20 @@ def _conditions(texts: Texts, options: RunOptions, experiments: Sequence[Experim
         how=options.how,
         save_seconds=options.save_seconds,
         any_code=options.any_code,
-        files=tuple(one.file for one in experiments if one.file is not None),
+        files=tuple(experiment.file for experiment in experiments if experiment.file is not None),
     )
 
 
 def report(folder: Path, names: Sequence[str], to: Path | None, say: Say) -> None:
     """Write the report of a folder; `names`: of these experiments only, or files of one's own."""
     written = write_report(folder, chosen(names, everything=not names), to)
-    for one in written.judgements:
-        if one.values:
-            reason = f"; {one.reason}" if one.reason else ""
-            say(f"{one.verdict:14} {one.claim.text}: {one.measured_text} (published: {one.claim.published}{reason})")
+    for judgement in written.judgements:
+        if judgement.values:
+            reason = f"; {judgement.reason}" if judgement.reason else ""
+            say(
+                f"{judgement.verdict:14} {judgement.claim.text}: {judgement.measured_text} "
+                f"(published: {judgement.claim.published}{reason})"
+            )
     say(f"written: {written.html}, {written.markdown}")
 
 

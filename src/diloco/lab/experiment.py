@@ -106,5 +106,5 @@ def load(path: Path) -> Experiment:
     if not isinstance(made, Experiment):
         raise ConfigError(f"{path} makes no EXPERIMENT (an Experiment of diloco.lab.experiment): see diloco lab new")
     named = (made.arms, made.claims, made.figures, made.analysis, made.tuning)
-    namers = {one.__name__ for one in named if one is not None}
+    namers = {function.__name__ for function in named if function is not None}
     return replace(made, file=path.resolve(), code=code_of_file(path, namers))

@@ -85,14 +85,14 @@ def fit_power_law(places: Sequence[Sequence[float]], values: Sequence[float]) ->
         return None
     start = (float(np.abs(y).mean()) or 1e-3, *([0.5] * len(x)))
     try:
-        found, covariance = curve_fit(_power_law, x, y, p0=start, maxfev=20_000)
+        fitted, covariance = curve_fit(_power_law, x, y, p0=start, maxfev=20_000)
     except RuntimeError:  # it does not converge
         return None
-    left = y - _power_law(x, *found)
+    left = y - _power_law(x, *fitted)
     total = float(((y - y.mean()) ** 2).sum())
     return PowerLaw(
-        factor=float(found[0]),
-        exponents=tuple(float(exponent) for exponent in found[1:]),
+        factor=float(fitted[0]),
+        exponents=tuple(float(exponent) for exponent in fitted[1:]),
         errors=tuple(float(2 * error) for error in np.sqrt(np.diag(covariance))),
         error=float(np.sqrt((left**2).mean())),
         explained=1 - float((left**2).sum()) / total if total else 1.0,
@@ -100,7 +100,7 @@ def fit_power_law(places: Sequence[Sequence[float]], values: Sequence[float]) ->
 
 
 def lowest_of_parabola(x: Sequence[float], y: Sequence[float]) -> float:
-    """Where y would be lowest, by a parabola through its three points around the lowest; never outside the points."""
+    """Return where y would be lowest, by a parabola through the three points around the lowest; never outside them."""
     order = np.argsort(x)
     xs, ys = np.array(x, float)[order], np.array(y, float)[order]
     lowest = int(ys.argmin())

@@ -17,7 +17,7 @@ _ALIGNED = 64  # elements: rows begin at whole cache lines
 
 
 class Layout:
-    """Where each parameter lies in a row."""
+    """The place of each parameter in a row."""
 
     def __init__(self, config: ModelConfig) -> None:
         with torch.device("meta"):
@@ -40,7 +40,7 @@ class Layout:
 
     def _products(self, config: ModelConfig) -> dict[str, tuple[int, int]]:
         """The matrices of the blocks as they are multiplied, in order: [outputs, inputs] by label."""
-        found: dict[str, tuple[int, int]] = {}
+        products: dict[str, tuple[int, int]] = {}
         for layer in range(config.num_layers):
             base = f"model.layers.{layer}."
             place = self.places
@@ -48,11 +48,11 @@ class Layout:
             in_order = [place[f"{base}{name}_proj.weight"] for name in names]
             assert all(a[0] + a[1].numel() == b[0] for a, b in pairwise(in_order))
             shapes = [(shape[0], shape[1]) for _, shape in in_order]
-            found[f"{layer}.qkv"] = (sum(rows for rows, _ in shapes[:3]), config.hidden_size)
-            found |= {
+            products[f"{layer}.qkv"] = (sum(rows for rows, _ in shapes[:3]), config.hidden_size)
+            products |= {
                 f"{layer}.{name}": shape for name, shape in zip(("out", "gate", "up", "down"), shapes[3:], strict=True)
             }
-        return found
+        return products
 
     def views(self, row: Tensor) -> dict[str, Tensor]:
         """The parameters in one row."""

@@ -38,7 +38,7 @@ Item = TypeVar("Item")
 @final
 @dataclass(frozen=True)
 class Setting:
-    """What all arms of a folder share."""
+    """The scale and the texts that all arms of a folder share."""
 
     scale: str
     texts: dict[str, str]
@@ -50,7 +50,7 @@ class Setting:
 @final
 @dataclass(frozen=True)
 class Tuned:
-    """What a search found, on a seed that judges nothing."""
+    """The result of a search, on a seed that judges nothing."""
 
     chosen: dict[str, float]
     tried: list[dict[str, float]]
@@ -87,26 +87,27 @@ class ResultFolder:
         """Remember the setting, or refuse a folder of another one."""
         path = self.folder / SETTING
         if path.is_file():
-            found = self.setting()
-            if found.scale != setting.scale:
-                raise ConfigError(self._other("scale", found.scale, setting.scale))
-            for role in found.texts.keys() & setting.texts.keys():
-                if found.texts[role] != setting.texts[role]:
-                    raise ConfigError(self._other(role, found.described[role], setting.described[role]))
-            texts = found.texts | setting.texts
-            described = found.described | setting.described
+            existing = self.setting()
+            if existing.scale != setting.scale:
+                raise ConfigError(self._other("scale", existing.scale, setting.scale))
+            for role in existing.texts.keys() & setting.texts.keys():
+                if existing.texts[role] != setting.texts[role]:
+                    raise ConfigError(self._other(role, existing.described[role], setting.described[role]))
+            texts = existing.texts | setting.texts
+            described = existing.described | setting.described
             setting = Setting(setting.scale, texts, described)
         (self.folder / RESULTS).mkdir(parents=True, exist_ok=True)
         write_file(path, (json.dumps(asdict(setting), indent=1) + "\n").encode())
 
-    def _other(self, name: str, found: str, asked: str) -> str:
+    def _other(self, name: str, existing: str, asked: str) -> str:
         return (
-            f"{self.folder} holds results with another {name} ({found}, not {asked}): choose another folder with --out"
+            f"{self.folder} holds results with another {name} ({existing}, not {asked}): "
+            "choose another folder with --out"
         )
 
     def add_tuned(self, name: str, search: Tuned) -> None:
         """Remember what a search found and tried."""
-        known = {one: asdict(found) for one, found in self.tuned().items()}
+        known = {title: asdict(numbers) for title, numbers in self.tuned().items()}
         known[name] = asdict(search)
         write_file(self.folder / TUNED, (json.dumps(_rounded(known), indent=1) + "\n").encode())
 
@@ -115,7 +116,7 @@ class ResultFolder:
         path = self.folder / TUNED
         if not path.is_file():
             return {}
-        return {name: Tuned(**found) for name, found in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {name: Tuned(**values) for name, values in json.loads(path.read_text(encoding="utf-8")).items()}
 
     def setting(self) -> Setting:
         path = self.folder / SETTING
@@ -125,7 +126,7 @@ class ResultFolder:
             raise ConfigError(f"{self.folder} is no folder of `diloco lab run`: {error}") from error
 
     def has(self, key: str, code: str | None) -> bool:
-        """Whether an arm is finished: with that code, or, if it is None, with any."""
+        """Return whether an arm is finished: with that code, or, if it is None, with any."""
         return bool(self._paths(key)) if code is None else self._path(key, code).is_file()
 
     def write(self, key: str, code: str, result: ArmResult) -> None:
@@ -139,8 +140,8 @@ class ResultFolder:
 
     def read(self, key: str) -> Finished | None:
         """The newest result of an arm, whatever code gave it; None if it is not finished."""
-        found = [self._read(path) for path in self._paths(key)]
-        return max(found, key=lambda one: one.date, default=None)
+        finished = [self._read(path) for path in self._paths(key)]
+        return max(finished, key=lambda result: result.date, default=None)
 
     def _read(self, path: Path) -> Finished:
         try:
@@ -177,5 +178,5 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, list | tuple):
-        return [_rounded(one) for one in value]
-    return {key: _rounded(one) for key, one in value.items()} if isinstance(value, dict) else value
+        return [_rounded(item) for item in value]
+    return {key: _rounded(item) for key, item in value.items()} if isinstance(value, dict) else value

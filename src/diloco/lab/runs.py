@@ -92,14 +92,14 @@ def open_text(source: str, scale: Scale, role: str) -> Corpus:
 
 
 def setting_of(texts: Texts, roles: Iterable[str]) -> Setting:
-    """What the folder of this run says of itself."""
-    found = {role: texts.open(role) for role in sorted(set(roles))}
+    """Return the setting that the folder of this run records."""
+    corpora = {role: texts.open(role) for role in sorted(set(roles))}
     described = {
         role: f"{Path(getattr(texts, role)).name}: {corpus.train_tokens / 1e6:.1f}M tokens, vocabulary "
         f"{corpus.vocab_size}, {corpus.shards} shards ({corpus.meta.partition})"
-        for role, corpus in found.items()
+        for role, corpus in corpora.items()
     }
-    return Setting(texts.scale.name, {role: corpus.digest for role, corpus in found.items()}, described)
+    return Setting(texts.scale.name, {role: corpus.digest for role, corpus in corpora.items()}, described)
 
 
 def code_of(experiment: Experiment, how: str) -> str:
@@ -112,20 +112,20 @@ def tasks_of(
     experiments: Sequence[Experiment], scale: Scale, seeds: Sequence[int], digests: dict[str, str], how: str = "auto"
 ) -> list[Task]:
     """All arms of the experiments, each once, the most important first; those that cost most after all others."""
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     for experiment in experiments:
         code = code_of(experiment, how)
         for name, arm in experiment.arms(scale).items():
             for seed in seeds:
                 key = key_of(arm, seed, digests[experiment.text])
                 task = Task(key, code, f"{experiment.name}: {name}", arm, seed, experiment.text)
-                found.setdefault(f"{key}-{code}", task)
+                tasks.setdefault(f"{key}-{code}", task)
     limit = _LARGE * cost(scale.diloco(), scale.vocab_size)
-    return sorted(found.values(), key=lambda task: cost(task.arm, scale.vocab_size) > limit)
+    return sorted(tasks.values(), key=lambda task: cost(task.arm, scale.vocab_size) > limit)
 
 
 def cost(arm: Arm, vocab_size: int) -> float:
-    """In units that compare arms: tokens that are computed, times the parameters."""
+    """Return the cost in units that compare arms: tokens that are computed, times the parameters."""
     tokens = arm.steps * arm.updates_multiplier * arm.workers * arm.batch_size * arm.batch_multiplier
     return float(tokens * arm.sequence_length) * arm.model_config(vocab_size).num_parameters()
 
@@ -139,7 +139,7 @@ step takes a millisecond however small it is."""
 
 
 def seconds_on_an_h200(tasks: Sequence[Task], vocab_size: int) -> float:
-    """What the tasks would take on one H200 that processes share, shared beginnings and compiling included."""
+    """Return the seconds that the tasks would take on one shared H200, with shared beginnings and compiling."""
     seconds = _COMPILING_SECONDS
     beginnings = {}
     for task in tasks:
@@ -192,7 +192,7 @@ def gpu_shared(say: Say) -> Iterator[None]:
 @final
 @dataclass(frozen=True)
 class Conditions:
-    """Where and how arms are run."""
+    """The machine, the texts and the limits with which arms are run."""
 
     texts: Texts
     folder: Path
@@ -219,7 +219,7 @@ class Conditions:
         return ResultFolder(self.folder).has(task.key, None if self.any_code else task.code)
 
     def checkpoint(self, task: Task) -> Path:
-        """Where the task is saved while it is in progress."""
+        """Return where the task is saved while it is in progress."""
         return self.folder / "checkpoints" / f"{task.key}-{task.code}.safetensors"
 
 
@@ -346,7 +346,7 @@ class _Account:
         self.done.append(index)
         if outcome.failed:
             self.failures.append(outcome.line)
-        done = sum(self.costs[one] for one in self.done)
+        done = sum(self.costs[finished] for finished in self.done)
         left = (time.monotonic() - self._started) / done * (sum(self.costs) - done)
         self.say(f"[{len(self.done)}/{len(self.costs)}] {outcome.line}; about {_duration(left)} left")
 
@@ -446,14 +446,14 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         came = True
 
-    here = threading.current_thread() is threading.main_thread()
-    heard = [one for one in STOP_SIGNALS if here and signal.getsignal(one) is not signal.SIG_IGN]
-    before = {one: signal.signal(one, stop) for one in heard}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    heard = [number for number in STOP_SIGNALS if in_main_thread and signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield lambda: came
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -467,9 +467,9 @@ def signals_held() -> Iterator[None]:
 
 
 def stop_with_parent(stopping: Event) -> Callable[[], bool]:
-    """For a process of the run: the terminal's Ctrl-C is the parent's to hear, which says so with `stopping`."""
-    for one in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
+    """Ignore the terminal's Ctrl-C in a process of the run: its parent hears it, and says so with `stopping`."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -60,12 +60,12 @@ class Search:
 
     def edges(self, place: Place) -> list[str]:
         """The numbers that lie at an end of their ladder; no momentum is no edge, because nothing is below it."""
-        found = []
+        ends = []
         for rung, (name, ladder) in zip(place, self.ladders.items(), strict=True):
             at_end = rung in (0, len(ladder) - 1)
             if at_end and ladder[rung]:
-                found.append(f"{name} {ladder[rung]:g}")
-        return found
+                ends.append(f"{name} {ladder[rung]:g}")
+        return ends
 
     def described(self, place: Place) -> str:
         return ", ".join(f"{name} {value:g}" for name, value in self.values(place).items())

@@ -201,11 +201,11 @@ def add_legends(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel], l
             handles = _handles(panels[first], named[0], looks)
             figure.legend(handles=handles, loc="outside lower center", ncols=_columns(named[0], 2 * 62))
         return
-    for here, panel, names in zip(axes, panels, entries, strict=True):
+    for own_axes, panel, names in zip(axes, panels, entries, strict=True):
         if len(names) > 1:
-            below = here.transAxes + ScaledTranslation(0, -0.42, figure.dpi_scale_trans)
+            below = own_axes.transAxes + ScaledTranslation(0, -0.42, figure.dpi_scale_trans)
             columns = _columns(names, 62)
-            here.legend(
+            own_axes.legend(
                 handles=_handles(panel, names, looks),
                 loc="upper center",
                 bbox_to_anchor=(0.5, 0.0),

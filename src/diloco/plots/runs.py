@@ -138,13 +138,13 @@ def _loss_over(
 
     def panel(asked: _Asked) -> list[Panel]:
         series = []
-        one = len(asked.runs) == 1
+        is_single = len(asked.runs) == 1
         for run, color in asked.colors():
             rows = _by_step(run.steps, lambda row: (x_of(row), row.loss))
             steps = list(rows)
             x = [total([value for value, _ in row]) for row in rows.values()]
             losses = [[loss for _, loss in row] for row in rows.values()]
-            label_ = "training" if one else run.name
+            label_ = "training" if is_single else run.name
             series += _lines(label_, x, losses, color, asked.smooth)
             points = [
                 (where, loss)
@@ -152,12 +152,12 @@ def _loss_over(
                 if (where := _between(step, steps, x, name != "bytes")) is not None
             ]
             if points:
-                told = "validation" if one else f"{run.name}, validation"
+                told = "validation" if is_single else f"{run.name}, validation"
                 at, losses_there = zip(*points, strict=True)
                 series.append(
                     Series(told, at, losses_there, color=_darker(color), marker=_marker(points), line="dashed")
                 )
-        reached = [[x for x in one.x if isinstance(x, int | float) and x > 0] for one in series]
+        reached = [[x for x in curve.x if isinstance(x, int | float) and x > 0] for curve in series]
         ends = [max(values) for values in reached if values]
         far = name == "bytes" and bool(ends) and max(ends) > _FAR_APART * min(ends)
         return [Panel(f"Loss over {name}", label, "loss", series, x_log=far)]
@@ -166,7 +166,7 @@ def _loss_over(
 
 
 def _between(step: int, steps: Sequence[int], x: Sequence[float], even: bool) -> float | None:
-    """Where a step is, from the logged ones beside it; None beyond the last.
+    """Return the x of a step, from the logged steps beside it; None beyond the last.
 
     `even`: x grows evenly between them; else it is what had been reached at the later one.
     """
@@ -201,7 +201,8 @@ def _lines(
     """A line through the means, in a band from the smallest to the largest of the workers; smoothed if asked."""
     rows = [[value for value in row if math.isfinite(value)] for row in values]
     means = [statistics.fmean(row) if row else None for row in rows]
-    low, high = [min(row, default=None) for row in rows], [max(row, default=None) for row in rows]
+    low = [min(row, default=None) for row in rows]
+    high = [max(row, default=None) for row in rows]
     return _band(label, x, means, low, high, color, smooth, several=any(len(row) > 1 for row in rows), **how)
 
 
@@ -229,7 +230,7 @@ def _band(
 
 
 def _thinned(x: Sequence[float], mean: Values, low: Values, high: Values) -> tuple[list[float], Values, Values, Values]:
-    """At most _MOST_POINTS, each for some neighbours: their mean, smallest and largest value."""
+    """Return at most _MOST_POINTS, each for some neighbours: their mean, smallest and largest value."""
     every = -(-len(x) // _MOST_POINTS)
     if every <= 1:
         return list(x), mean, low, high
@@ -286,18 +287,18 @@ def _utilization(asked: _Asked) -> list[Panel]:
 def _cosines(asked: _Asked) -> list[Panel]:
     series: list[Series] = []
     for run, color in asked.colors():
-        compared = [one for one in run.rounds if one.pairs]
+        compared = [round_ for round_ in run.rounds if round_.pairs]
         first = {step: rounds[0] for step, rounds in _rounds_by_step(compared).items()}
         if first:
             rounds = list(first.values())
             series += _band(
                 run.name,
                 list(first),
-                [one.cosine_mean for one in rounds],
-                [one.cosine_low for one in rounds],
-                [one.cosine_high for one in rounds],
+                [round_.cosine_mean for round_ in rounds],
+                [round_.cosine_low for round_ in rounds],
+                [round_.cosine_high for round_ in rounds],
                 color,
-                several=any(one.pairs > 1 for one in rounds),
+                several=any(round_.pairs > 1 for round_ in rounds),
                 marker=_marker(first),
             )
     return [Panel("Cosine of the workers' outer gradients", "inner step", "cosine, all pairs", series)]
@@ -310,10 +311,11 @@ def _norms(asked: _Asked) -> list[Panel]:
         rows = _rounds_by_step(run.rounds)
         if not rows:
             continue
-        own = [[norm for one in rounds for norm in _norms_here(one)] for rounds in rows.values()]
+        own = [[norm for round_ in rounds for norm in _norms_here(round_)] for rounds in rows.values()]
         series += _lines("of a worker" if alone else run.name, list(rows), own, color)
         means = [
-            [norm for one in rounds if (norm := one.statistics["mean_norm"]) is not None] for rounds in rows.values()
+            [norm for round_ in rounds if (norm := round_.statistics["mean_norm"]) is not None]
+            for rounds in rows.values()
         ]
         averages = [statistics.fmean(norms) if norms else None for norms in means]
         label = "of the mean" if alone else f"{run.name}, mean"
@@ -333,7 +335,7 @@ def _waterfalls(asked: _Asked) -> list[Panel]:
     for run in asked.runs:
         if not run.rounds:
             continue
-        last = [one.sequence for one in run.rounds][-asked.rounds :]
+        last = [round_.sequence for round_ in run.rounds][-asked.rounds :]
         spans = [span for span in run.history.spans() if span.sequence in last]
         if not spans:
             continue
@@ -344,7 +346,7 @@ def _waterfalls(asked: _Asked) -> list[Panel]:
             for phase in PHASES
         ]
         series.append(_span_series("failed round", [span for span in spans if span.failed], workers, start))
-        series = [one for one in series if one.x]
+        series = [row for row in series if row.x]
         title = f"Rounds {last[0]} to {last[-1]}" if len(last) > 1 else f"Round {last[0]}"
         if len(asked.runs) > 1:
             title = f"{title} of {run.name}"

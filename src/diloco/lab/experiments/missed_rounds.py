@@ -133,7 +133,7 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
 
 
 class Cost(NamedTuple):
-    """What drops cost one arm with one seed: its loss above that of the same arm and seed without drops."""
+    """The cost of drops for one arm with one seed: its loss above that of the same arm and seed without drops."""
 
     k: int
     part: float
@@ -147,16 +147,16 @@ class Cost(NamedTuple):
 
 def costs(scale: Scale, results: Results, rule: MissedRule) -> list[Cost]:
     """The costs of all finished arms of a rule; runs that diverged are left out."""
-    found: list[Cost] = []
+    measured: list[Cost] = []
     values = plan(scale)
     for k in values.workers:
         for momentum in values.momenta:
-            calm = {one.seed: one.loss for one in results.get(_name(k, 0.0, momentum, rule), ())}
+            calm = {result.seed: result.loss for result in results.get(_name(k, 0.0, momentum, rule), ())}
             for part in values.dropped:
                 finished = results.get(_name(k, part, momentum, rule), ()) if part else ()
-                pairs = [(one.loss, calm[one.seed]) for one in finished if one.seed in calm]
-                found += [Cost(k, part, momentum, loss - without) for loss, without in pairs]
-    return [cost for cost in found if math.isfinite(cost.nats)]
+                pairs = [(result.loss, calm[result.seed]) for result in finished if result.seed in calm]
+                measured += [Cost(k, part, momentum, loss - without) for loss, without in pairs]
+    return [cost for cost in measured if math.isfinite(cost.nats)]
 
 
 def analysis(scale: Scale, results: Results) -> list[Block]:
@@ -166,10 +166,10 @@ def analysis(scale: Scale, results: Results) -> list[Block]:
 def _law(scale: Scale, results: Results) -> list[Block]:
     rows = []
     for rule in plan(scale).rules:
-        found = costs(scale, results, rule)
-        law = fit_power_law([cost.place for cost in found], [cost.nats for cost in found]) if found else None
+        measured = costs(scale, results, rule)
+        law = fit_power_law([cost.place for cost in measured], [cost.nats for cost in measured]) if measured else None
         if law is not None:
-            rows.append((rule.replace("_", "-"), *_law_row(law, found)))
+            rows.append((rule.replace("_", "-"), *_law_row(law, measured)))
     if not rows:
         return [Text("The law is not fitted: it needs several numbers of workers, parts dropped and momenta.")]
     heads = ("rule", "a, nats", "b (p)", "c (k)", "d (1/(1 − momentum))", "runs", "explained", "error", "at unseen k")
@@ -183,16 +183,16 @@ def _law(scale: Scale, results: Results) -> list[Block]:
     ]
 
 
-def _law_row(law: PowerLaw, found: Sequence[Cost]) -> tuple[str, ...]:
+def _law_row(law: PowerLaw, measured: Sequence[Cost]) -> tuple[str, ...]:
     numbers = (law.factor, *law.exponents)
     cells = [f"{number:.3g} ± {error:.2g}" for number, error in zip(numbers, law.errors, strict=True)]
-    return (*cells, str(len(found)), f"{law.explained:.0%}", f"{law.error:.4f}", _error_at_unseen_k(found))
+    return (*cells, str(len(measured)), f"{law.explained:.0%}", f"{law.error:.4f}", _error_at_unseen_k(measured))
 
 
-def _error_at_unseen_k(found: Sequence[Cost]) -> str:
-    most = max(cost.k for cost in found)
-    seen = [cost for cost in found if cost.k < most]
-    unseen = [cost for cost in found if cost.k == most]
+def _error_at_unseen_k(measured: Sequence[Cost]) -> str:
+    most = max(cost.k for cost in measured)
+    seen = [cost for cost in measured if cost.k < most]
+    unseen = [cost for cost in measured if cost.k == most]
     law = fit_power_law([cost.place for cost in seen], [cost.nats for cost in seen]) if seen else None
     if law is None:
         return "–"
@@ -232,17 +232,17 @@ def _best_momentum(scale: Scale, results: Results) -> list[Block]:
 
 def _losses(results: Results, k: int, part: float, rule: MissedRule, momenta: Sequence[float]) -> dict[float, float]:
     """The mean loss over the seeds for each momentum that was run and did not diverge."""
-    found = {}
+    means = {}
     for momentum in momenta:
-        losses = [one.loss for one in results.get(_name(k, part, momentum, rule), ())]
+        losses = [result.loss for result in results.get(_name(k, part, momentum, rule), ())]
         if losses and all(map(math.isfinite, losses)):
-            found[momentum] = statistics.mean(losses)
-    return found
+            means[momentum] = statistics.mean(losses)
+    return means
 
 
 def _first_cosine(results: Sequence[ArmResult]) -> float | None:
     """The mean cosine between outer gradients in the first rounds, over the seeds."""
-    rows = [row.cosine for one in results for row in one.statistics[:FIRST_ROUNDS] if row.cosine is not None]
+    rows = [row.cosine for result in results for row in result.statistics[:FIRST_ROUNDS] if row.cosine is not None]
     return statistics.mean(rows) if rows else None
 
 

@@ -99,9 +99,9 @@ def as_html(title: str, blocks: Sequence[Block]) -> str:
 
 def _pixels(svg: str) -> int:
     """Larger than in a paper: two panels side by side fill most of the page."""
-    found = re.search(r'width="([0-9.]+)pt"', svg)
-    assert found is not None
-    return round(float(found[1]) * 96 / 72 * 1.6)
+    width = re.search(r'width="([0-9.]+)pt"', svg)
+    assert width is not None
+    return round(float(width[1]) * 96 / 72 * 1.6)
 
 
 def _cell(text: str) -> str:

@@ -31,12 +31,12 @@ class ArmSummary:
 
     @property
     def perplexity(self) -> float:
-        return statistics.mean(one.perplexity for one in self.results)
+        return statistics.mean(result.perplexity for result in self.results)
 
     @property
     def spread(self) -> float | None:
         """Standard deviation over the seeds."""
-        values = [one.perplexity for one in self.results]
+        values = [result.perplexity for result in self.results]
         return statistics.stdev(values) if len(values) > 1 else None
 
     def change_against(self, reference: "ArmSummary") -> tuple[float, float]:
@@ -47,21 +47,21 @@ class ArmSummary:
 
     def curve(self) -> list[tuple[int, float, float, float]]:
         """(step, mean, lowest, highest perplexity) at the steps that all seeds have."""
-        by_seed = [dict(one.curve) for one in self.results]
-        steps = sorted(set.intersection(*(set(one) for one in by_seed))) if by_seed else []
-        rows = [(step, [math.exp(min(50.0, one[step])) for one in by_seed]) for step in steps]
+        by_seed = [dict(result.curve) for result in self.results]
+        steps = sorted(set.intersection(*(set(curve) for curve in by_seed))) if by_seed else []
+        rows = [(step, [math.exp(min(50.0, curve[step])) for curve in by_seed]) for step in steps]
         return [(step, statistics.mean(values), min(values), max(values)) for step, values in rows]
 
     def similarity(self) -> list[tuple[int, float, float]]:
         """(step, mean cosine, its standard deviation over the pairs) over the seeds."""
         rows: dict[int, list[tuple[float, float]]] = {}
-        for one in self.results:
-            for row in one.statistics:
+        for result in self.results:
+            for row in result.statistics:
                 if row.cosine is not None:
                     rows.setdefault(row.step, []).append((row.cosine, row.cosine_spread or 0.0))
         return [
-            (step, statistics.mean(c for c, _ in found), statistics.mean(s for _, s in found))
-            for step, found in sorted(rows.items())
+            (step, statistics.mean(c for c, _ in pairs), statistics.mean(s for _, s in pairs))
+            for step, pairs in sorted(rows.items())
         ]
 
 
@@ -77,25 +77,25 @@ class Summary:
     judgements: tuple[Judgement, ...]
 
     def arm(self, name: str) -> ArmSummary | None:
-        return next((one for one in self.arms if one.name == name), None)
+        return next((arm for arm in self.arms if arm.name == name), None)
 
 
 @final
 @dataclass(frozen=True)
 class Window:
-    """What there is to gain over one worker alone, seed by seed: its loss, and that of a reference above it."""
+    """The possible gain over one worker alone, seed by seed: its loss, and that of a better reference."""
 
     one_worker: Mapping[int, float]
     reference: Mapping[int, float]
 
     def shares_kept(self, arm: ArmSummary) -> list[float]:
-        """For each seed 0 at the loss of one worker, 1 at that of the reference."""
-        found = []
+        """Return the share of each seed: 0 at the loss of one worker, 1 at that of the reference."""
+        shares = []
         for seed in sorted(self.one_worker.keys() & self.reference.keys() & arm.by_seed.keys()):
             window = self.one_worker[seed] - self.reference[seed]
             if window:
-                found.append((self.one_worker[seed] - arm.by_seed[seed].result.loss) / window)
-        return found
+                shares.append((self.one_worker[seed] - arm.by_seed[seed].result.loss) / window)
+        return shares
 
 
 def windows_of(baselines: Summary | None) -> dict[str, Window]:
@@ -103,7 +103,7 @@ def windows_of(baselines: Summary | None) -> dict[str, Window]:
     losses: dict[str, dict[int, float]] = {}
     for name in (t2.ONE, t2.BATCH, t2.DILOCO):
         arm = baselines.arm(name) if baselines is not None else None
-        losses[name] = {} if arm is None else {seed: one.result.loss for seed, one in arm.by_seed.items()}
+        losses[name] = {} if arm is None else {seed: finished.result.loss for seed, finished in arm.by_seed.items()}
     references = {"window kept": t2.BATCH, "gain kept": t2.DILOCO}
     return {
         title: Window(losses[t2.ONE], losses[name])
@@ -113,14 +113,14 @@ def windows_of(baselines: Summary | None) -> dict[str, Window]:
 
 
 def summarise(experiment: Experiment, scale: Scale, folder: ResultFolder, digest: str) -> Summary:
-    """What the folder has of an experiment."""
+    """Summarise what the folder has of an experiment."""
     seeds = [seed for seed in folder.seeds() if seed < TUNING_SEED]
-    found = []
+    summaries = []
     for name, arm in experiment.arms(scale).items():
-        by_seed = {seed: one for seed in seeds if (one := folder.read(key_of(arm, seed, digest))) is not None}
-        found.append(ArmSummary(name, by_seed))
-    arms = tuple(one for one in found if one.by_seed)
-    missing = tuple(one.name for one in found if not one.by_seed)
+        by_seed = {seed: finished for seed in seeds if (finished := folder.read(key_of(arm, seed, digest))) is not None}
+        summaries.append(ArmSummary(name, by_seed))
+    arms = tuple(summary for summary in summaries if summary.by_seed)
+    missing = tuple(summary.name for summary in summaries if not summary.by_seed)
     measured = [_measured(arms, seed) for seed in seeds]
     judgements = tuple(judge(claim, measured, smoke=scale.smoke) for claim in experiment.claims(scale))
     return Summary(experiment, arms, missing, judgements)
@@ -129,12 +129,13 @@ def summarise(experiment: Experiment, scale: Scale, folder: ResultFolder, digest
 def _measured(arms: Sequence[ArmSummary], seed: int) -> Measured:
     results = {arm.name: arm.by_seed[seed].result for arm in arms if seed in arm.by_seed}
     return Measured(
-        {name: one.loss for name, one in results.items()}, {name: _figures(one) for name, one in results.items()}
+        {name: result.loss for name, result in results.items()},
+        {name: _figures(result) for name, result in results.items()},
     )
 
 
 def _figures(result: ArmResult) -> dict[str, float]:
-    """Numbers that claims may use, but the loss: means over the second half of the rounds."""
+    """Return the numbers that claims may use besides the loss: means over the second half of the rounds."""
     rounds = result.statistics[len(result.statistics) // 2 :]
     figures = {"bytes": result.bytes_sent_per_worker, "simulated_seconds": result.simulated_seconds}
     cosines = [row.cosine for row in rounds if row.cosine is not None]
@@ -147,19 +148,19 @@ def _figures(result: ArmResult) -> dict[str, float]:
 
 
 def regime_check(summary: Summary | None) -> str:
-    """How far apart one worker and eight times the batch are, in words; `summary` is that of t2's arms.
+    """Return how far apart one worker and eight times the batch are, in words; `summary` is that of t2's arms.
 
     An experiment of one's own has them too.
     """
-    one = summary.arm(t2.ONE) if summary is not None else None
+    one_worker = summary.arm(t2.ONE) if summary is not None else None
     batch = summary.arm(t2.BATCH) if summary is not None else None
-    if one is None or batch is None:
+    if one_worker is None or batch is None:
         return (
             "The baselines with one and with eight times the batch (t2) have not been run: the regime is not checked."
         )
-    apart = one.perplexity / batch.perplexity - 1
+    apart = one_worker.perplexity / batch.perplexity - 1
     verdict = "within" if apart <= FURTHEST_APART else "NOT within"
     return (
-        f"One worker has a perplexity of {one.perplexity:.2f}, eight times the batch {batch.perplexity:.2f}: "
+        f"One worker has a perplexity of {one_worker.perplexity:.2f}, eight times the batch {batch.perplexity:.2f}: "
         f"{apart:+.1%}, {verdict} the {FURTHEST_APART:.0%} that this laboratory asks for (the paper: +6.1 %)."
     )

@@ -50,7 +50,9 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
     target = to or folder
     scale = scale_of(setting.scale)
     summaries = [
-        summarise(one, scale, results, setting.texts[one.text]) for one in experiments if one.text in setting.texts
+        summarise(experiment, scale, results, setting.texts[experiment.text])
+        for experiment in experiments
+        if experiment.text in setting.texts
     ]
     summaries, rest = _worth_a_section(summaries)
     if not summaries:
@@ -74,7 +76,7 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
             path.parent.mkdir(exist_ok=True)
             write_file(path, block.svg.encode())
     write_file(markdown, as_markdown(title, blocks).encode())
-    return Report(html, markdown, tuple(one for summary in summaries for one in summary.judgements))
+    return Report(html, markdown, tuple(judgement for summary in summaries for judgement in summary.judgements))
 
 
 def _worth_a_section(summaries: Sequence[Summary]) -> tuple[list[Summary], list[str]]:
@@ -82,27 +84,27 @@ def _worth_a_section(summaries: Sequence[Summary]) -> tuple[list[Summary], list[
 
     An experiment of one arm is whole with it.
     """
-    compared = [one for one in summaries if len(one.arms) > 1 or (one.arms and not one.missing)]
-    return _corrected(compared), [one.experiment.name for one in summaries if one not in compared]
+    compared = [summary for summary in summaries if len(summary.arms) > 1 or (summary.arms and not summary.missing)]
+    return _corrected(compared), [summary.experiment.name for summary in summaries if summary not in compared]
 
 
 def _corrected(summaries: Sequence[Summary]) -> list[Summary]:
     """The same summaries, their verdicts corrected for the number of claims in the whole report."""
-    judgements = iter(correct([one for summary in summaries for one in summary.judgements]))
+    judgements = iter(correct([judgement for summary in summaries for judgement in summary.judgements]))
     return [replace(summary, judgements=tuple(next(judgements) for _ in summary.judgements)) for summary in summaries]
 
 
 def _head(setting: Setting, scale: Scale, summaries: list[Summary], apart: str) -> list[Block]:
-    finished = [one for summary in summaries for arm in summary.arms for one in arm.by_seed.values()]
-    machines = sorted({f"{one.result.machine['device']}, torch {one.result.machine['torch']}" for one in finished})
-    codes = sorted({one.code for one in finished})
-    dates = sorted({one.date[:10] for one in finished if one.date})
+    finished = [run for summary in summaries for arm in summary.arms for run in arm.by_seed.values()]
+    machines = sorted({f"{run.result.machine['device']}, torch {run.result.machine['torch']}" for run in finished})
+    codes = sorted({run.code for run in finished})
+    dates = sorted({run.date[:10] for run in finished if run.date})
     texts = "; ".join(words if role == "text" else f"{role}: {words}" for role, words in setting.described.items())
-    claims = distinct([one for summary in summaries for one in summary.judgements])
+    claims = distinct([judgement for summary in summaries for judgement in summary.judgements])
     counts = [
         (
             verdict,
-            sum(one.verdict == verdict and bool(one.values) for one in claims),
+            sum(judgement.verdict == verdict and bool(judgement.values) for judgement in claims),
         )
         for verdict in ("holds", "does not hold", "not resolved")
     ]
@@ -134,24 +136,31 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary], apart: str) 
 
 def _verdicts(summaries: Sequence[Summary]) -> Grid:
     """One row a claim: what an earlier experiment has asked of the same arms is not repeated."""
-    judged = [(one.experiment.name, judgement) for one in summaries for judgement in one.judgements if judgement.values]
-    first = {id(one) for one in distinct([judgement for _, judgement in judged])}
+    judged = [
+        (summary.experiment.name, judgement)
+        for summary in summaries
+        for judgement in summary.judgements
+        if judgement.values
+    ]
+    first = {id(kept) for kept in distinct([judgement for _, judgement in judged])}
     rows = [(f"**{name}**", *_judgement_row(judgement)) for name, judgement in judged if id(judgement) in first]
     return Grid(("", *_JUDGEMENT_HEADS), rows)
 
 
 def _without_runs(summaries: Sequence[Summary]) -> list[Block]:
-    """Which claims no seed can speak about, because an arm of theirs has not been run."""
-    counts = {one.experiment.name: sum(not judgement.values for judgement in one.judgements) for one in summaries}
+    """Name the experiments with claims that no seed can judge, because an arm has not been run."""
+    counts = {
+        summary.experiment.name: sum(not judgement.values for judgement in summary.judgements) for summary in summaries
+    }
     named = ", ".join(f"{name} ({count})" for name, count in counts.items() if count)
     return [Text(f"Claims without a run of all their arms: {named}.")] if named else []
 
 
 def _tuning(results: ResultFolder) -> list[Block]:
-    """What every search tried, the best first, and whether its walk was finished."""
+    """Show what every search tried, the best first, and whether its walk was finished."""
     rows = []
     searches = results.tuned()
-    baselines = [one.tried[0]["loss"] for name, one in searches.items() if name.endswith(regime.BATCH)]
+    baselines = [search.tried[0]["loss"] for name, search in searches.items() if name.endswith(regime.BATCH)]
     for name, search in searches.items():
         tried = "; ".join(_place(place) for place in search.tried)
         left = search.unmeasured_neighbours
@@ -176,16 +185,16 @@ def _place(place: Mapping[str, float]) -> str:
 _JUDGEMENT_HEADS = ("claim", "published", "measured", "sign", "size", "asked", "seeds", "verdict")
 
 
-def _judgement_row(one: Judgement) -> tuple[str, ...]:
+def _judgement_row(judgement: Judgement) -> tuple[str, ...]:
     return (
-        one.claim.text,
-        one.claim.published,
-        one.measured_text,
-        one.sign_text,
-        one.size_text,
-        one.claim.range_text,
-        str(len(one.values)),
-        one.verdict_text,
+        judgement.claim.text,
+        judgement.claim.published,
+        judgement.measured_text,
+        judgement.sign_text,
+        judgement.size_text,
+        judgement.claim.range_text,
+        str(len(judgement.values)),
+        judgement.verdict_text,
     )
 
 
@@ -203,7 +212,7 @@ def _section(summary: Summary, scale: Scale, windows: Mapping[str, Window]) -> l
     panels = [panel for figure in experiment.figures(scale) if (panel := panel_of(figure, summary)) is not None]
     if panels:
         blocks.append(Drawing(experiment.title, f"figures/{experiment.name}.svg", as_svg(draw(panels))))
-    if judged := [one for one in summary.judgements if one.values]:
+    if judged := [judgement for judgement in summary.judgements if judgement.values]:
         blocks.append(Grid(_JUDGEMENT_HEADS, [*map(_judgement_row, judged)]))
     return blocks
 
@@ -212,7 +221,7 @@ def _table(summary: Summary, windows: Mapping[str, Window]) -> Grid:
     published = summary.experiment.published
     reference = summary.arms[0]
     rows = []
-    for arm in sorted(summary.arms, key=lambda one: one.perplexity):
+    for arm in sorted(summary.arms, key=lambda arm: arm.perplexity):
         result = arm.results[0]
         rows.append(
             (
@@ -312,7 +321,7 @@ def _sweep(figure: Sweep, summary: Summary) -> Panel | None:
     series = []
     for line, places in figure.lines.items():
         arms = [(x, arm) for name, x in places.items() if (arm := summary.arm(name)) is not None]
-        arms.sort(key=lambda one: one[0])
+        arms.sort(key=lambda pair: pair[0])
         if not arms or reference is None:
             continue
         points = [_change(arm, reference) if figure.relative else _perplexities(arm) for _, arm in arms]
@@ -323,7 +332,7 @@ def _sweep(figure: Sweep, summary: Summary) -> Panel | None:
     if not series or reference is None:
         return None
     label = f"against {reference.name}, %" if figure.relative else _PERPLEXITY
-    ticks = sorted({float(x) for one in series for x in one.x if x is not None})
+    ticks = sorted({float(x) for curve in series for x in curve.x if x is not None})
     return Panel(figure.title, figure.x_label, label, series, x_log=figure.x_log, x_ticks=ticks)
 
 
@@ -335,5 +344,5 @@ def _change(arm: ArmSummary, reference: ArmSummary) -> tuple[float, float, float
 
 
 def _perplexities(arm: ArmSummary) -> tuple[float, float, float]:
-    values = [one.perplexity for one in arm.results]
+    values = [result.perplexity for result in arm.results]
     return arm.perplexity, min(values), max(values)

@@ -37,7 +37,7 @@ class Text:
         self._validation = corpus.validation()
 
     def ranges(self, arm: Arm, worker: int) -> Ranges:
-        """What a worker reads: everything, or its own shards; with more workers than shards, some share one."""
+        """Return what a worker reads: everything, or its own shards; with more workers than shards, some share one."""
         if arm.data == "iid" or worker == PRETRAINING:
             return [(0, self.shards[-1][1])]
         count = len(self.shards)
@@ -48,7 +48,7 @@ class Text:
         return 1.0 if arm.data == "iid" else float(sum(stop - start for start, stop in self.ranges(arm, worker)))
 
     def windows(self, ranges: Ranges, steps: int, size: int, length: int, seed: Sequence[int]) -> NDArray[np.int64]:
-        """Where the windows of length + 1 tokens begin: [steps, size]."""
+        """Return where the windows of length + 1 tokens begin: [steps, size]."""
         usable = [(start, stop - length - 1) for start, stop in ranges if stop - start > length + 1]
         if not usable:
             raise DataError(f"no shard of this worker has more than {length + 1} tokens: prepare more text")
@@ -56,8 +56,8 @@ class Text:
         ends = np.cumsum([stop - start for start, stop in usable])
         places = np.random.default_rng(list(seed)).integers(0, ends[-1], (steps, size))
         shard = np.searchsorted(ends, places, side="right")
-        found: NDArray[np.int64] = places - np.concatenate([[0], ends[:-1]])[shard] + starts[shard]
-        return found
+        begins: NDArray[np.int64] = places - np.concatenate([[0], ends[:-1]])[shard] + starts[shard]
+        return begins
 
     def batch(self, places: Tensor, length: int) -> Tensor:
         """The windows that begin there: int64 […, length + 1]."""

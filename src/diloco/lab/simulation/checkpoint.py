@@ -45,18 +45,18 @@ class State:
 
     def under(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin so, by what follows."""
-        return {name.removeprefix(prefix): one for name, one in self.tensors.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
 
 def fitting(arm: Arm, seed: int, corpus: str, how: str, device: torch.device) -> dict[str, str]:
-    """What a checkpoint must have in its metadata to be one of this run."""
+    """Return what a checkpoint must have in its metadata to be one of this run."""
     versions = {"torch": torch.__version__, "code": code_version()}
     return {"arm": arm.key(), "seed": str(seed), "text": corpus, "way": how, "device": device.type} | versions
 
 
 @final
 class Saving:
-    """Where an arm in progress is saved, and when: every so many seconds, and when it is to stop."""
+    """The file in which an arm in progress is saved, and when: every so many seconds, and when it is to stop."""
 
     def __init__(self, path: Path, seconds: float = SAVE_SECONDS, stop: Callable[[], bool] = lambda: False) -> None:
         self.path = path
@@ -84,7 +84,7 @@ class Saving:
         self._next = ended + max(self._seconds, (ended - started) / _SHARE_OF_TIME)
 
     def read(self, fits: Mapping[str, str]) -> State | None:
-        """What was saved of this very run, in main memory; None if there is nothing to go on from."""
+        """Return what was saved of this very run, in main memory; None if there is nothing to go on from."""
         if not self.path.exists():
             return None
         try:

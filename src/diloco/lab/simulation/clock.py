@@ -62,7 +62,7 @@ class Clock:
         self._times = [slowest + waited] * len(self._times)
 
     def saved(self) -> dict[str, Any]:
-        """What `load` goes on from."""
+        """Return what `load` goes on from."""
         return {name: getattr(self, f"_{name}") for name in _SAVED} | {"ends": list(self._ends.items())}
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -83,7 +83,10 @@ class Clock:
 
 
 def round_bytes(vector: EncodedVector | None, workers: int) -> list[int]:
-    """What each of so many workers sends for one mean, headers included; it receives about as much. None: no mean."""
+    """Return the bytes that each worker sends for one mean, headers included; it receives about as many.
+
+    `vector` None: there is no mean.
+    """
     headers = HEADER_BYTES * (workers - 1)
     if workers == 1 or vector is None:
         return [headers] * workers

@@ -36,7 +36,7 @@ def library_domains(most_bytes: int | None) -> Path:
         raise DataError(f"the Python library in {root} has no {DOMAINS} packages: give another text with --domains")
     sizes = {domain: sum(path.stat().st_size for path in paths) for domain, paths in by_domain.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    for domain in sorted(sizes, key=lambda one: (-sizes[one], one))[:DOMAINS]:
+    for domain in sorted(sizes, key=lambda domain: (-sizes[domain], domain))[:DOMAINS]:
         text = "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in by_domain[domain])
         write_file(folder / f"{domain}.txt", text.encode()[: most_bytes and most_bytes // DOMAINS])
     return folder

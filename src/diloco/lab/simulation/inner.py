@@ -58,7 +58,7 @@ class StackedInner:
 
     @property
     def memory(self) -> list[Tensor]:
-        """What a step changes."""
+        """The tensors that a step changes."""
         return [*self._state.values(), self._steps]
 
     def set_active(self, active: Sequence[bool] | None) -> None:
@@ -90,34 +90,36 @@ class StackedInner:
         config = self.config
         k = len(flat)
         momentum = MUON_MOMENTUM if config.momentum is None else config.momentum
-        theta, g, buffer = (self._matrices(names, one) for one in (flat, gradient, self._state["momentum_buffer"]))
+        theta, g, buffer = (
+            self._matrices(names, stacked) for stacked in (flat, gradient, self._state["momentum_buffer"])
+        )
         ready = []
-        for one, memory in zip(g, buffer, strict=True):
-            clipped = one if factor is None else one * factor[:, :, None]
+        for own_gradient, memory in zip(g, buffer, strict=True):
+            clipped = own_gradient if factor is None else own_gradient * factor[:, :, None]
             new = memory.lerp(clipped, 1 - momentum)
             memory.copy_(self._kept(new, memory))
             ready.append(clipped.lerp(new, momentum))
         turned = torch.split(orthogonalise(torch.cat(ready)), k)
         rows, columns = theta[0].shape[1:]
         scaled = rate * (0.2 * math.sqrt(max(rows, columns)))
-        for one, direction in zip(theta, turned, strict=True):
-            new = one * (1 - rate * config.weight_decay) - scaled * direction
-            one.copy_(self._kept(new, one))
+        for parameter, direction in zip(theta, turned, strict=True):
+            new = parameter * (1 - rate * config.weight_decay) - scaled * direction
+            parameter.copy_(self._kept(new, parameter))
 
     def _kept(self, new: Tensor, old: Tensor) -> Tensor:
         return torch.where(self._active[:, :, None], new, old) if self._masked else new
 
     def _matrices(self, names: list[str], flat: Tensor) -> list[Tensor]:
         """Views [k, rows, columns]."""
-        found = []
+        matrices = []
         for name in names:
             at, shape = self._layout.places[name]
-            found.append(torch.unflatten(flat[:, at : at + shape.numel()], 1, tuple(shape)))
-        return found
+            matrices.append(torch.unflatten(flat[:, at : at + shape.numel()], 1, tuple(shape)))
+        return matrices
 
     def views(self) -> list[dict[str, dict[str, Tensor]]]:
         """The state of each replica by parameter, as torch's optimizers have it, in this memory."""
-        found = []
+        states = []
         hidden = set(self._layout.hidden_matrices) if self.config.optimizer == "muon" else set()
         for row, steps in enumerate(self._steps):
             by_kind = {kind: self._layout.views(values[row]) for kind, values in self._state.items()}
@@ -128,8 +130,8 @@ class StackedInner:
                 mine[name] = {kind: by_kind[kind][name] for kind in kinds}
                 if name not in hidden:
                     mine[name]["step"] = steps[0]
-            found.append(mine)
-        return found
+            states.append(mine)
+        return states
 
     def saved(self) -> tuple[Mapping[str, Mapping[str, Tensor]], int]:
         """State and steps of replica 0, as `Beginning` has them."""

@@ -13,7 +13,8 @@ from diloco.lab.arm import Arm
 
 Table = NDArray[np.bool_]
 Paces = NDArray[np.float64]
-_AWAY, _SLOW = 1 << 21, (1 << 21) + 1  # the generators of these draws: no worker's text has such a number
+_AWAY = 1 << 21  # the generator of these draws: no worker's text has such a number
+_SLOW = _AWAY + 1
 
 
 def presence(arm: Arm, seed: int) -> Table:
@@ -37,8 +38,8 @@ def presence(arm: Arm, seed: int) -> Table:
 def paces(arm: Arm, seed: int) -> Paces:
     """[steps, workers]: the worker's speed in that step; 1 is the nominal one."""
     slow, slower = _slow(arm, seed)
-    found: Paces = np.where(slow, slower, 1.0) * np.array(arm.speeds or 1.0)
-    return found
+    speeds: Paces = np.where(slow, slower, 1.0) * np.array(arm.speeds or 1.0)
+    return speeds
 
 
 def working(arm: Arm, seed: int) -> Table:
@@ -62,7 +63,7 @@ def _slow(arm: Arm, seed: int) -> tuple[Table, float]:
 
 
 def _drawn(arm: Arm, seed: int, which: int) -> Paces:
-    """Numbers from 0 to 1, one for each round and worker, repeated for the steps of the round: [steps, workers]."""
+    """Draw numbers from 0 to 1, one a round and worker, repeated for the steps of the round: [steps, workers]."""
     length = arm.sync_config.num_inner_steps if arm.mode == "diloco" else 1
     rounds = np.arange(arm.steps * arm.updates_multiplier) // length
     drawn: Paces = np.random.default_rng([seed, which]).random((rounds[-1] + 1, arm.workers))[rounds]

@@ -33,7 +33,7 @@ def beginning(
     arm: Arm, config: ModelConfig, seed: int, text: Text, corpus_digest: str, build: Build, folder: Path | None,
     how: str, on_step: Callable[[int], None],
 ) -> Beginning:  # fmt: skip
-    """Where the replicas of this arm and seed begin; `how` says in which way `build` computes them."""
+    """Return where the replicas of this arm and seed begin; `how` says in which way `build` computes them."""
     if not arm.pretraining_steps:
         return fresh(config, seed, text.device)
     size = arm.pretraining_batch_size or arm.batch_size
@@ -45,20 +45,20 @@ def beginning(
     path = None if folder is None else folder / "beginnings" / f"{key}.safetensors"
     with _alone(path):  # each process has its own rounding: all arms of a seed begin from one and the same
         if path is not None and path.exists():
-            found = _load(path, text.device)
+            start = _load(path, text.device)
         else:
             ranges = text.ranges(arm, PRETRAINING)
             seeds = (seed, PRETRAINING)
             places = text.windows(ranges, arm.pretraining_steps, size, arm.sequence_length, seeds)
             rates = learning_rates(arm.pretraining_config, 0, arm.pretraining_steps, total, text.device)
             task = Task(config, arm.pretraining_config, text, torch.from_numpy(places)[:, None].to(text.device), rates)
-            found = _pretrained(build(task, fresh(config, seed, text.device)), arm.pretraining_steps, on_step)
+            start = _pretrained(build(task, fresh(config, seed, text.device)), arm.pretraining_steps, on_step)
             if path is not None:
-                _save(path, found)
+                _save(path, start)
     while len(_KEPT) >= _MOST_KEPT:
         _KEPT.pop(next(iter(_KEPT)))
-    _KEPT[key] = found
-    return found
+    _KEPT[key] = start
+    return start
 
 
 def _pretrained(replicas: Replicas, steps: int, on_step: Callable[[int], None]) -> Beginning:
@@ -80,13 +80,13 @@ def _alone(path: Path | None) -> Iterator[None]:
         yield
 
 
-def _save(path: Path, one: Beginning) -> None:
-    tensors: dict[str, Tensor] = {f"parameters/{name}": tensor for name, tensor in one.parameters.items()}
-    for kind, by_name in one.state.items():
+def _save(path: Path, start: Beginning) -> None:
+    tensors: dict[str, Tensor] = {f"parameters/{name}": tensor for name, tensor in start.parameters.items()}
+    for kind, by_name in start.state.items():
         tensors |= {f"{kind}/{name}": tensor for name, tensor in by_name.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(path) as file:
-        for chunk in file_chunks(tensors, {"steps": str(one.steps)}):
+        for chunk in file_chunks(tensors, {"steps": str(start.steps)}):
             file.write(chunk)
 
 

@@ -22,7 +22,7 @@ from diloco.training.inner import inner_optimizer, learning_rate_schedule
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where replicas begin: parameters by name, and the inner optimizer's state by its own names and by parameter."""
+    """The start of replicas: parameters by name, and the inner optimizer's state by its own names and by parameter."""
 
     parameters: Mapping[str, Tensor]
     state: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Task:
-    """What the replicas train on: the same numbers for every way to compute them."""
+    """The work of the replicas: the same numbers for every way to compute them."""
 
     config: ModelConfig
     inner: InnerConfig
@@ -116,7 +116,7 @@ class Sequential(Replicas):
         for name, parameter in model.named_parameters():
             state = {kind: by_name[name] for kind, by_name in beginning.state.items() if name in by_name}
             if state:
-                inner.state[parameter] = {kind: one.to(parameter.device, copy=True) for kind, one in state.items()}
+                inner.state[parameter] = {kind: value.to(parameter.device, copy=True) for kind, value in state.items()}
                 if "exp_avg" in state:
                     inner.state[parameter]["step"] = torch.tensor(float(beginning.steps), device=parameter.device)
 
@@ -140,12 +140,12 @@ class Sequential(Replicas):
         self._step += 1
 
     def memory(self) -> dict[str, Tensor]:
-        found = {"losses": self.losses}
+        tensors = {"losses": self.losses}
         for worker, (model, inner) in enumerate(zip(self.models, self.inners, strict=True)):
             for name, parameter in model.named_parameters():
                 state = {"parameters": parameter.detach()} | inner.state.get(parameter, {})
-                found |= {f"{worker}/{kind}/{name}": tensor for kind, tensor in state.items()}
-        return found
+                tensors |= {f"{worker}/{kind}/{name}": tensor for kind, tensor in state.items()}
+        return tensors
 
     def load(self, saved: Mapping[str, Tensor], steps: int) -> None:
         self.losses.copy_(saved["losses"])
@@ -155,13 +155,13 @@ class Sequential(Replicas):
                 parameter.detach().copy_(saved[f"{worker}/parameters/{name}"])
                 labels = {kind: f"{worker}/{kind}/{name}" for kind in kinds}
                 mine = {kind: saved[label] for kind, label in labels.items() if label in saved}
-                inner.state[parameter] = {kind: one.to(parameter.device) for kind, one in mine.items()}
+                inner.state[parameter] = {kind: value.to(parameter.device) for kind, value in mine.items()}
         self._step = steps
 
     def saved(self) -> Beginning:
         model = self.models[0]
         inner = self.inners[0]
-        parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
+        parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
         state: dict[str, dict[str, Tensor]] = {}
         for name, parameter in model.named_parameters():
             for kind, tensor in inner.state.get(parameter, {}).items():
@@ -176,4 +176,4 @@ def fresh(config: ModelConfig, seed: int, device: torch.device) -> Beginning:
     torch.manual_seed(seed)
     model = NativeModel(config)
     torch.set_rng_state(generator)
-    return Beginning({name: one.detach().to(device) for name, one in model.named_parameters()})
+    return Beginning({name: parameter.detach().to(device) for name, parameter in model.named_parameters()})

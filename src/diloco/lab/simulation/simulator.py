@@ -202,7 +202,7 @@ class _Run:
             torch.cuda.synchronize(self.device)
 
     def _evaluation_steps(self, steps: int) -> set[int]:
-        """At rounds, so that the outer parameters are new."""
+        """Return the steps to evaluate at: at rounds, so that the outer parameters are new."""
         H = self.arm.sync_config.num_inner_steps if self.workers is not None else 1
         apart = steps / self.arm.eval_points
         return {min(steps, max(1, round(apart * point / H)) * H) for point in range(1, self.arm.eval_points)} | {steps}
@@ -319,7 +319,7 @@ def largest_stack(task: Task) -> int:
 
 
 def _gradient_bytes(parameters: int, arm: Arm) -> list[int]:
-    """What each worker sends to average gradients once, as fp32 or with the codec that a data-parallel arm names."""
+    """Return what each worker sends to average gradients once, in fp32 or with the codec of a data-parallel arm."""
     name = arm.sync.get("codec", "fp32") if arm.mode == "data_parallel" else "fp32"
     vector = EncodedVector(codec(name), PartLayout(parameters), torch.device("meta"))
     return round_bytes(vector, arm.workers)

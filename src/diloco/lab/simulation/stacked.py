@@ -143,7 +143,7 @@ class Stack:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def compute_step(self) -> None:
-        """On the device alone: the next windows, losses, gradients, clipping, inner optimizer."""
+        """Compute a step on the device alone: the next windows, losses, gradients, clipping, inner optimizer."""
         task = self.task
         places = task.places.index_select(0, self.counter)[0, self._columns]
         tokens = task.text.batch(places, task.length)
@@ -216,14 +216,14 @@ class Stacked(Replicas):
             pool = stack.step(pool)
 
     def memory(self) -> dict[str, Tensor]:
-        found = {"losses": self.losses}
+        tensors = {"losses": self.losses}
         for number, stack in enumerate(self.stacks):
             changed = [stack.flat, stack.counter, *stack.inner.memory]
-            found |= {f"{number}/{index}": tensor for index, tensor in enumerate(changed)}
-        return found
+            tensors |= {f"{number}/{index}": tensor for index, tensor in enumerate(changed)}
+        return tensors
 
     def load(self, saved: Mapping[str, Tensor], steps: int) -> None:
-        """In place: parameters and inner states are views of this memory, and so is what a CUDA graph reads."""
+        """Load in place: parameters and inner states are views of this memory, and so is what a CUDA graph reads."""
         del steps  # each stack's counter has it
         for name, tensor in self.memory().items():
             tensor.copy_(saved[name])

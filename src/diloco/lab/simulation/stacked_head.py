@@ -35,19 +35,19 @@ class _FusedLosses(torch.autograd.Function):
         matrix_gradient = torch.empty(matrix.shape, device=hidden.device)
         together = max(1, ROWS_AT_ONCE // R)
         rows = min(R, ROWS_AT_ONCE)
-        for one in range(0, k, together):
-            here = slice(one, one + together)
+        for first_replica in range(0, k, together):
+            replicas = slice(first_replica, first_replica + together)
             for first in range(0, R, rows):
                 some = slice(first, first + rows)
-                wanted = targets[here, some].reshape(-1)
-                loss = losses[here, some]
-                logits = torch.bmm(hidden[here, some], matrix[here].transpose(1, 2))  # (replicas, rows, V)
+                wanted = targets[replicas, some].reshape(-1)
+                loss = losses[replicas, some]
+                logits = torch.bmm(hidden[replicas, some], matrix[replicas].transpose(1, 2))  # (replicas, rows, V)
                 flat_loss = torch.empty(wanted.numel(), device=hidden.device)
                 softmax_gradient_(logits.flatten(0, 1), wanted, flat_loss, 1.0 / R)
                 loss.copy_(flat_loss.view(loss.shape))
-                hidden_gradient[here, some] = torch.bmm(logits, matrix[here])
-                part = torch.bmm(logits.transpose(1, 2), hidden[here, some])
-                matrix_gradient[here] = part if first == 0 else matrix_gradient[here] + part
+                hidden_gradient[replicas, some] = torch.bmm(logits, matrix[replicas])
+                part = torch.bmm(logits.transpose(1, 2), hidden[replicas, some])
+                matrix_gradient[replicas] = part if first == 0 else matrix_gradient[replicas] + part
         ctx.save_for_backward(hidden_gradient, matrix_gradient)
         return losses.mean(1)
 

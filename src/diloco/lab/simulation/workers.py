@@ -177,7 +177,7 @@ class Workers:
         self.clock.post(sequence, max(each), there)
 
     def finish(self) -> None:
-        """What is left of the work goes into the anchors; every worker's last turn, in turn.
+        """Bring what is left of the work into the anchors: the last round of every worker, one after another.
 
         A worker that is absent has no weight in it; one that is there counts, with work left or without.
         """
@@ -243,7 +243,7 @@ def _statistics(events: list[RoundEvent]) -> RoundStatistics:
     first = next((event for event in events if event.result is not None), events[0])
     result = first.result
     pairs = cosines(result.contributors, result.comparison.products) if result is not None else []
-    found = [cosine for _, _, cosine in pairs]
+    pair_cosines = [cosine for _, _, cosine in pairs]
     norms = sorted(event.norm for event in events if not event.dropped)
     median = norms[(len(norms) - 1) // 2] if norms else 0.0
     errors = [event.codec_error for event in events if event.codec_error is not None]
@@ -251,8 +251,8 @@ def _statistics(events: list[RoundEvent]) -> RoundStatistics:
         step=first.inner_step,
         fragment=first.key.fragment,
         contributors=len(result.contributors) if result is not None else 0,
-        cosine=fmean(found) if found else None,
-        cosine_spread=pstdev(found) if found else None,
+        cosine=fmean(pair_cosines) if pair_cosines else None,
+        cosine_spread=pstdev(pair_cosines) if pair_cosines else None,
         norm=fmean(event.norm for event in events),
         mean_norm=first.mean_norm,
         codec_error=errors[0] if errors else None,
