@@ -42,7 +42,7 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a worker computes and sends between two averages of the whole model."""
+    """The computing and sending of a worker between two averages of the whole model."""
 
     step_seconds: float
     bits: float

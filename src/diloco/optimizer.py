@@ -265,7 +265,7 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
             self.warm_start.end_step()
 
     def skip_step(self) -> None:
-        """Instead of `step()`, for a loop that leaves it out itself when gradients are not finite.
+        """Count a step that the loop leaves out, instead of `step()`, because gradients are not finite.
 
         The step is counted, and a round that is due takes place: the others are waiting for this worker. During the
         warm start this worker takes the step with the others' gradients.

@@ -35,7 +35,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def is_training(folder: Path) -> bool:
-    """Whether a process of this machine trains in a run folder at this moment."""
+    """Return whether a process of this machine trains in a run folder at this moment."""
     return any(_held(folder / name) for name in (_LAUNCHER, _WORKERS))
 
 
@@ -60,7 +60,7 @@ def _wait_for_leftovers(folder: Path) -> None:
 
 
 def hold_as_worker(folder: Path) -> Callable[[], None]:
-    """Be a worker that trains in this folder, as long as this process lives or until the answer is called."""
+    """Hold the workers' lock of this folder, as long as this process lives or until the returned function is called."""
     file = os.open(folder / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     _locked(file, fcntl.LOCK_SH, _LOOK_SECONDS)
     return partial(os.close, file)

@@ -165,7 +165,7 @@ def main() -> NoReturn:
 
 
 def _output_is_closed() -> bool:
-    """Whether nothing reads the output any more, as in `diloco … | head`."""
+    """Return whether nothing reads the output any more, as in `diloco … | head`."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)  # errors and hang-ups alone
     return bool(output.poll(0))

@@ -47,7 +47,7 @@ class ShardReader:
     def take(
         self, progress: Progress | None, since: int | None = None, shards: Sequence[int] | None = None
     ) -> list[int]:
-        """From batch `since` on (default: the next one), read the shards from where `progress` says, or from their
+        """Read the shards from batch `since` on (default: the next one): from where `progress` says, or from their
         beginning if it is None. `shards`: read these from now on.
 
         Returns the shards that are missing in `progress`: they too are read from their beginning.

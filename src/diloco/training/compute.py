@@ -100,7 +100,7 @@ class Precision:
         return None if self._scaler is None else self._scaler.get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers only."""
+        """Return the loss scale's state, which is numbers only; empty without one."""
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -128,13 +128,13 @@ def prepare(model: LanguageModel, config: ComputeConfig, device: torch.device, *
     if device.type == "cuda" and not has_triton():
         logger.warning("Triton is not installed: outer steps and the loss take more passes over the GPU's memory")
     if config.checkpoint_activations:
-        found = blocks(model)
-        if not found:
+        model_blocks = blocks(model)
+        if not model_blocks:
             raise ConfigError(
                 "compute.checkpoint_activations recomputes block by block, and this model has no list of blocks: "
                 "leave it out"
             )
-        for block in found:
+        for block in model_blocks:
             _in_training(block, _recomputed(block.forward))
     wanted = config.compile
     if wanted is None:

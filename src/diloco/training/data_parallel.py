@@ -59,9 +59,12 @@ class DataParallel:
         whole = self.parameters | tensors.averaged_buffers | tensors.equal_at_start
         self._start = {} if restoring else whole
         self.report = Report()
-        self.inner_steps = self.rounds = self.rounds_failed = self.contributions_refused = self.bytes_sent = (
-            self.sequence
-        ) = 0
+        self.inner_steps = 0
+        self.sequence = 0
+        self.rounds = 0
+        self.rounds_failed = 0
+        self.contributions_refused = 0
+        self.bytes_sent = 0
         self.sync_seconds = 0.0
         self.stopping = False
         engine.serve_state(self._state)

@@ -29,7 +29,7 @@ def _gradient_weight(learnt: int | None, is_iid: bool) -> float | None:
 
 
 class Mode(ABC):
-    """What the loop needs of a way to train together. `averager` carries the counters and the report."""
+    """The interface of a way to train together. `averager` carries the counters and the report."""
 
     averager: OuterLoop | DataParallel
     ended_at: int | None = None
@@ -48,8 +48,11 @@ class Mode(ABC):
 
     @abstractmethod
     def leave_gradients_out(self) -> bool:
-        """Instead of `before_clipping`, for a worker whose loss is not finite: whether it has the others' gradients,
-        and takes the step with them. Without an average of gradients there is no step."""
+        """Take the place of `before_clipping` in a worker whose loss is not finite.
+
+        Returns whether it has the others' gradients, and takes the step with them. Without an average of gradients
+        there is no step.
+        """
 
     @abstractmethod
     def post_and_merge(self) -> None:

@@ -56,7 +56,7 @@ class Evaluator:
         ranks: WorkerRanks,
         accumulation: int,
     ) -> None:
-        """`accumulation`: a batch has as many rows as a step's micro-batches, of which there are so many."""
+        """`accumulation`: micro-batches of a step; an evaluation's batch has as many rows as one of them."""
         self._config = config
         self._corpus = corpus
         self._model = model
@@ -65,7 +65,7 @@ class Evaluator:
         self._share_tokens: dict[tuple[int, int], int] = {}
         self._accumulation = accumulation
         self.seconds = 0.0
-        """Spent on evaluations since it was last set to 0."""
+        """Seconds spent on evaluations since it was last set to 0."""
 
     @cached_property
     def all_tokens(self) -> int:

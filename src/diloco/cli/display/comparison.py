@@ -94,7 +94,7 @@ class ComparedRun:
 
 
 def _validated_at_end(summary: Summary) -> bool:
-    """Whether the last validation is of the last step: a run that was stopped or has failed may have an earlier one."""
+    """Return whether the last validation is of the last step: a run that ended early may have an earlier one."""
     return bool(summary["validation_step"] == summary["inner_steps"])
 
 
@@ -119,7 +119,7 @@ def tables(runs: Sequence[ComparedRun], reference: ComparedRun, width: int) -> l
     titles = max(map(len, _ROWS))
     beside = max(1, (width - titles - 4) // (_NARROWEST + 3))
     values = [run.values(reference) for run in runs]
-    cells = {title: [cell(one) for one in values] for title, cell in _ROWS.items()}
+    cells = {title: [cell(run_values) for run_values in values] for title, cell in _ROWS.items()}
     rows = {title: row for title, row in cells.items() if set(row) != {"-"}}
     return [
         _table([run.name for run in runs[first : first + beside]], rows, first) for first in range(0, len(runs), beside)

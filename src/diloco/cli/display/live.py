@@ -178,7 +178,7 @@ def plain_line(view: RunView) -> str:
 
 
 def _doing(view: RunView) -> str:
-    """What the workers do, with the seconds that it has taken, where it takes some."""
+    """Return what the workers do, and the seconds that it has taken so far if they are several."""
     seconds = int(view.doing_seconds)
     return f"{view.doing} ({seconds} s so far)" if seconds >= _TOLD_SECONDS else str(view.doing)
 

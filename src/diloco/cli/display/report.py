@@ -69,7 +69,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("validation perplexity", _perplexity(summary)),
         ("inner steps", _steps(summary)),
-        ("trained here", _here(summary)),
+        ("trained here", _local_work(summary)),
         ("parameters trained", _trained(summary)),
         ("tokens", f"{summary['tokens']:,}" + (" in the whole swarm" if summary.get("engine") == "swarm" else "")),
         ("warm start", _warm_start(summary)),
@@ -108,7 +108,7 @@ def _steps(summary: Summary) -> str:
 
 
 def _trained(summary: Summary) -> str:
-    """How many parameters the rounds of a run with LoRA carry; empty if all are trained."""
+    """Return how many parameters the rounds of a run with LoRA carry; empty if all are trained."""
     trained = summary.get("trainable_parameters")
     whole = summary["parameters"]
     if not trained or not whole or trained == whole:
@@ -116,8 +116,8 @@ def _trained(summary: Summary) -> str:
     return f"{trained:,} of {whole:,}, the LoRA adapters: only these are averaged"
 
 
-def _here(summary: Summary) -> str:
-    """What this machine's workers did themselves; empty if that is all there is."""
+def _local_work(summary: Summary) -> str:
+    """Return what this machine's workers did themselves; empty if that is all there is."""
     if summary.get("engine") != "swarm" or "local_steps" not in summary:
         return ""
     steps = summary["local_steps"]

@@ -141,8 +141,8 @@ def sizes_printer(console: Console, live: LiveHistory) -> Callable[[], None]:
                 console.print(Text(line), soft_wrap=not console.is_terminal, highlight=False)
             for warning in event.warnings:
                 console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True, highlight=False)
-        rounds = [one for one in live.history.rounds.until(None) if one.merged and one.time > begins]
-        first, second = ([one for one in rounds if one.fragment == 0] + [None, None])[:2]
+        rounds = [round_ for round_ in live.history.rounds.until(None) if round_.merged and round_.time > begins]
+        first, second = ([round_ for round_ in rounds if round_.fragment == 0] + [None, None])[:2]
         if first is not None and second is not None and not measured:
             measured = True
             if (line_ := measured_line(first, second)) is not None:
@@ -152,7 +152,7 @@ def sizes_printer(console: Console, live: LiveHistory) -> Callable[[], None]:
 
 
 def measured_line(first: RoundHistory, second: RoundHistory) -> str | None:
-    """What a round really took, and what that is in a day, by two rounds; None if nothing was sent."""
+    """Return what a round really took, and what that is in a day, by two rounds; None if nothing was sent."""
     sent = second.bytes_sent
     took = second.statistics["seconds"]
     between = second.time - first.time

@@ -66,8 +66,8 @@ def _draw(line: list[tuple[float, float]], validation: list[tuple[float, float]]
         label = {0: f"{high:.4g}", _ROWS - 1: f"{low:.4g}"}.get(row, "")
         text.append(f"{label:>6} {signs['tick' if label else 'side']}")
         for column in range(width):
-            found = (row, column) in points
-            text.append(signs["point"] if found else cells.get((row, column), " "), _VALIDATION if found else "")
+            is_point = (row, column) in points
+            text.append(signs["point"] if is_point else cells.get((row, column), " "), _VALIDATION if is_point else "")
         text.append("\n")
     text.append(f"{'loss':>6} {signs['corner']}{signs['bottom'] * width}\n")
     text.append(f"{'':7} 0   {signs['training']} training")
@@ -88,7 +88,7 @@ def _cells(line: list[tuple[float, float]], place: "_Place", width: int, *, plai
 
 
 class _Place:
-    """Where a step and a loss are, in columns from the left and rows from the top."""
+    """Maps a step and a loss to a column from the left and a row from the top."""
 
     def __init__(self, last: float, low: float, high: float) -> None:
         self._last = max(last, 1.0)
@@ -114,7 +114,7 @@ def _trace(line: list[tuple[float, float]], place: _Place, columns: int, rows: i
         for column in range(left + 1, right + 1):
             row = round(top + (bottom - top) * (column - left) / (right - left))
             between = range(min(before, row) + (before < row), max(before, row) + (before <= row))
-            dots += [(column, one) for one in between] or [(column, row)]
+            dots += [(column, row_between) for row_between in between] or [(column, row)]
             dots.append((column, row))
             before = row
     return dots

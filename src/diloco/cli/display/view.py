@@ -32,13 +32,13 @@ class RunView(RunFigures):
 
     @property
     def workers_here(self) -> int:
-        """How many workers this machine is to have."""
+        """The number of workers that this machine is to have."""
         started = self.history.started
         return self.config.workers if started is None or self.elastic else started.workers
 
     @property
     def doing(self) -> str | None:
-        """What the workers do before the first step is logged; None from then on."""
+        """The words for what the workers do before the first step is logged; None from then on."""
         workers = self.history.local_workers.values()
         if any(worker.has_logged for worker in workers):
             return None

@@ -21,8 +21,8 @@ _RUNS = Path("runs")
 
 def folder_of(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
     """The folder of the same run on this machine; of several one that is complete, then the newest."""
-    found = [folder for folder, one in _invitations(runs) if one.run_id == invitation.run_id]
-    return max(found, key=lambda folder: (_is_complete(folder), folder.stat().st_mtime), default=None)
+    folders = [folder for folder, known in _invitations(runs) if known.run_id == invitation.run_id]
+    return max(folders, key=lambda folder: (_is_complete(folder), folder.stat().st_mtime), default=None)
 
 
 def folder_with(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
@@ -30,8 +30,8 @@ def folder_with(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
     return next(
         (
             folder
-            for folder, one in _invitations(runs)
-            if one.id == invitation.id and any((folder / SWARM_FOLDER).glob("worker-*.key"))
+            for folder, known in _invitations(runs)
+            if known.id == invitation.id and any((folder / SWARM_FOLDER).glob("worker-*.key"))
         ),
         None,
     )
@@ -64,15 +64,15 @@ def _is_complete(folder: Path) -> bool:
 
 
 def describe_end(folder: Path, summary: Summary) -> list[str]:
-    """How the run ended here, one line each."""
+    """Return the lines that say how the run ended here."""
     steps = summary["inner_steps"]
     status = summary["status"]
     if status == "complete":
         lines = [f"complete after {steps:,} steps ({folder})"]
     else:
         of = read_run_file(folder / RUN_FILE).get("steps", steps)
-        here = " on this machine" if summary.get("engine") == "swarm" else ""
-        lines = [f"{status}{here} after {steps:,} of {of:,} steps ({folder})"]
+        place = " on this machine" if summary.get("engine") == "swarm" else ""
+        lines = [f"{status}{place} after {steps:,} of {of:,} steps ({folder})"]
         if summary["error"]:
             lines.append(f"reason: {summary['error']}")
     perplexity = summary["validation_perplexity"]

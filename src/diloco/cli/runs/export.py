@@ -94,11 +94,11 @@ def _saved(run: Path, checkpoint: str, dtype: str, adapter: bool) -> Iterator[tu
     from diloco.training.checkpoints.model import checkpoint_model, find_checkpoint
     from diloco.training.records.outputs import write_model
 
-    found = find_checkpoint(run, None if checkpoint == "latest" else int(checkpoint))
+    chosen = find_checkpoint(run, None if checkpoint == "latest" else int(checkpoint))
     config = parse_config([token for token in merge([f"--resume={run}"])[0] if not token.startswith("--resume")])
-    model, corpus = checkpoint_model(config, found)
-    summary = summarize(config, history_until(run, found.step))
-    summary |= {"inner_steps": found.step}
+    model, corpus = checkpoint_model(config, chosen)
+    summary = summarize(config, history_until(run, chosen.step))
+    summary |= {"inner_steps": chosen.step}
     card = model_card(summary, read_run_file(run / RUN_FILE), dtype=dtype, checkpoint_of=config.steps, adapter=adapter)
     with TemporaryDirectory(dir=run, prefix=".export-") as temporary:
         write_model(model, corpus, Path(temporary))

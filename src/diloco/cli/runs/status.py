@@ -100,7 +100,7 @@ def status(
 
 
 def _watch(console: Console, guest: "Guest", steps: int | None) -> None:
-    """Until Ctrl-C, or until no member answers any more."""
+    """Show the members every few seconds, until Ctrl-C or until none answers any more."""
     swarm = guest.status()
     try:
         with Live(_shown(swarm, steps, console), console=console, auto_refresh=False) as live:
@@ -111,7 +111,7 @@ def _watch(console: Console, guest: "Guest", steps: int | None) -> None:
     except KeyboardInterrupt:
         return
     except EngineError as error:
-        furthest = max((one.position for one in live_workers(swarm)), default=0)
+        furthest = max((worker.position for worker in live_workers(swarm)), default=0)
         if steps is not None and furthest >= steps:
             console.print(Text(f"complete after {steps:,} steps"))
             return
@@ -132,7 +132,7 @@ def _summary_without_swarm(folder: Path) -> Summary:
 
 
 def progress_line(folder: Path, figures: RunFigures) -> str:
-    """How far a run with a fixed set of workers is, from its log."""
+    """Return how far a run with a fixed set of workers is, from its log."""
     steps = read_run_file(folder / RUN_FILE).get("steps")
     parts = [f"step {figures.step:,}" + (f" of {steps:,} ({figures.step / steps:.0%})" if steps else "")]
     if figures.loss is not None:
@@ -148,7 +148,7 @@ def progress_line(folder: Path, figures: RunFigures) -> str:
 
 
 def _show_progress(folder: Path, *, watch: bool, as_json: bool) -> None:
-    """A run on this machine that trains now; with `watch` until it has ended, or until Ctrl-C."""
+    """Show a run on this machine that trains now; with `watch` until it has ended, or until Ctrl-C."""
     live = LiveHistory(folder)
     live.refresh()
     if as_json:
@@ -172,16 +172,16 @@ def _show_progress(folder: Path, *, watch: bool, as_json: bool) -> None:
 
 
 def _asking(console: Console, *, quiet: bool) -> AbstractContextManager[object]:
-    """Something that moves while the members are looked for, which may take some seconds."""
+    """Show something that moves while the members are looked for, which may take some seconds."""
     return nullcontext() if quiet or not console.is_terminal else console.status("asking the members of the run")
 
 
 def _print_end(folder: Path | None, error: RendezvousError, *, as_json: bool) -> None:
-    """How the run ended here; raises the error if that is not known."""
+    """Print how the run ended here; raise the error if that is not known."""
     summary = summary_of(folder)
     if folder is None or summary is None:
-        here = "" if folder is None else _here(folder)
-        raise RendezvousError(f"{here}{error}")
+        prefix = "" if folder is None else _local_state(folder)
+        raise RendezvousError(f"{prefix}{error}")
     _print_summary(folder, summary, as_json=as_json)
 
 
@@ -193,7 +193,7 @@ def _print_summary(folder: Path, summary: Summary, *, as_json: bool) -> None:
         Console().print(Text(printable(line)), soft_wrap=True)
 
 
-def _here(folder: Path) -> str:
+def _local_state(folder: Path) -> str:
     return (
         f"{'its workers here do not answer' if is_training(folder) else 'no worker of it runs on this machine'}, and "
     )
@@ -234,16 +234,16 @@ def _shown(swarm: "RunStatus", steps: int | None, console: Console) -> Renderabl
 
 def headlines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
     live = live_workers(swarm)
-    leader = next((str(one.number) for one in live if one.peer == swarm.leader), "none")
+    leader = next((str(worker.number) for worker in live if worker.peer == swarm.leader), "none")
     rounds = sorted(map(int, swarm.leading))
     now = f"round {rounds[0]} in progress ({swarm.leading[str(rounds[0])]})" if rounds else "between rounds"
-    ended = max((one.ended_round + 1 for one in live), default=0)
+    ended = max((worker.ended_round + 1 for worker in live), default=0)
     counted = "1 round" if ended == 1 else f"{ended} rounds"
-    speed = sum(1 / one.step_seconds for one in live if one.step_seconds > 0)
+    speed = sum(1 / worker.step_seconds for worker in live if worker.step_seconds > 0)
     workers = "1 worker" if len(live) == 1 else f"{len(live)} workers"
-    furthest = max((one.position for one in live), default=0)
+    furthest = max((worker.position for worker in live), default=0)
     of = "" if not steps else f" of {steps:,} ({furthest / steps:.0%})"
-    tokens = max((one.run_tokens for one in live), default=0)
+    tokens = max((worker.run_tokens for worker in live), default=0)
     done = "complete after" if steps is not None and furthest >= steps else "step"
     in_all = [f"{tokens:,} tokens of all workers in the run's means"] if tokens else []
     return [
@@ -254,57 +254,57 @@ def headlines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
 
 
 def live_workers(swarm: "RunStatus") -> "list[MemberStatus]":
-    return [one for one in swarm.members if one.live and one.number >= 0]
+    return [member for member in swarm.members if member.live and member.number >= 0]
 
 
 def rows(swarm: "RunStatus", steps: int | None = None) -> list[tuple[str, ...]]:
     """One row for each worker that is here, or was and may come back. `steps`: of the whole run, if known."""
-    first = max((one.position for one in live_workers(swarm)), default=0)
-    shown = [one for one in swarm.members if one.number >= 0]
+    first = max((member.position for member in live_workers(swarm)), default=0)
+    shown = [member for member in swarm.members if member.number >= 0]
     return [
         (
-            str(one.number),
-            _where(one),
-            str(one.position),
-            str(first - one.position) if one.live else "-",
-            f"{1 / one.step_seconds:.2f}" if one.step_seconds > 0 else "-",
-            f"{one.loss:.3f}" if one.loss >= 0 else "-",
-            f"{one.tokens:,}" if one.tokens else "-",
-            f"round {one.contributed_round}" if one.contributed_round >= 0 else "none yet",
-            _ago(one.silent_seconds) if _was_heard(one) else "never",
-            f"{1000 * one.latency_seconds:.0f} ms" if one.latency_seconds else "-",
-            _state(one, steps),
+            str(member.number),
+            _where(member),
+            str(member.position),
+            str(first - member.position) if member.live else "-",
+            f"{1 / member.step_seconds:.2f}" if member.step_seconds > 0 else "-",
+            f"{member.loss:.3f}" if member.loss >= 0 else "-",
+            f"{member.tokens:,}" if member.tokens else "-",
+            f"round {member.contributed_round}" if member.contributed_round >= 0 else "none yet",
+            _ago(member.silent_seconds) if _was_heard(member) else "never",
+            f"{1000 * member.latency_seconds:.0f} ms" if member.latency_seconds else "-",
+            _state(member, steps),
         )
-        for one in shown
+        for member in shown
     ]
 
 
-def _where(one: "MemberStatus") -> str:
+def _where(member: "MemberStatus") -> str:
     """The machine's name, as much of it as fits, and the end of the peer's id, by which it can be revoked."""
-    label = printable(one.label or "-")
+    label = printable(member.label or "-")
     label = label if len(label) <= _WHERE - 7 else label[: _WHERE - 8] + "…"
-    return f"{label} {one.peer[-6:]}"
+    return f"{label} {member.peer[-6:]}"
 
 
 def _ago(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else "hours"
 
 
-def _was_heard(one: "MemberStatus") -> bool:
+def _was_heard(member: "MemberStatus") -> bool:
     """False if this worker is known only from others: then nothing but its number is known."""
-    return bool(one.live or one.left or one.label or one.position)
+    return bool(member.live or member.left or member.label or member.position)
 
 
-def _state(one: "MemberStatus", steps: int | None) -> str:
-    if one.left:
+def _state(member: "MemberStatus", steps: int | None) -> str:
+    if member.left:
         return "left"
-    if not _was_heard(one):
+    if not _was_heard(member):
         return "not met"
-    if not one.live:
+    if not member.live:
         return "lost"
-    if steps is not None and one.position >= steps:
+    if steps is not None and member.position >= steps:
         return "done"
-    return "training" if one.has_state else "joining"
+    return "training" if member.has_state else "joining"
 
 
 def lines(swarm: "RunStatus", steps: int | None = None) -> list[str]:

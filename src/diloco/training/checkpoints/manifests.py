@@ -23,7 +23,7 @@ FOLDER = "checkpoints"
 
 
 class Moment(NamedTuple):
-    """What the checkpoints of all workers must have in common to resume together, bit for bit.
+    """The numbers that the checkpoints of all workers must have in common to resume together, bit for bit.
 
     The inner steps may differ: between two rounds the workers do not communicate, so the number of rounds posted is
     enough. In a warm start they communicate at every step.
@@ -160,10 +160,10 @@ def numbered(folder: Path, before: str, after: str) -> list[tuple[int, Path]]:
         names = [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(name.removeprefix(before).removesuffix(after), name) for name in names]
+    candidates = [(name.removeprefix(before).removesuffix(after), name) for name in names]
     return sorted(
         (int(number), folder / name)
-        for number, name in found
+        for number, name in candidates
         if name == f"{before}{number}{after}" and number.isdigit()
     )
 

@@ -32,7 +32,7 @@ Gather = Callable[[bytes], list[bytes]]
 
 @dataclass(frozen=True)
 class Start:
-    """Where a worker starts."""
+    """The state from which a worker starts."""
 
     attempt: int = 1
     checkpoint: Checkpoint | None = None
@@ -219,7 +219,7 @@ def differing_parts(saved: str, now: str) -> str:
 
 
 class _Read(NamedTuple):
-    """How far a shard had been read, by one checkpoint; of several for a shard the greatest counts."""
+    """The position in a shard that one checkpoint tells; of several for a shard the greatest counts."""
 
     of_this_moment: bool
     moment: Moment

@@ -64,16 +64,16 @@ def write_tensors(file: PartialFile, tensors: Mapping[str, TensorPieces]) -> Non
 def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
     """Return the tensors in the files of a folder. Raises CheckpointError if one is not as `write_tensors` writes
     it."""
-    found: dict[str, SavedTensor] = {}
+    tensors: dict[str, SavedTensor] = {}
     for path in sorted(folder.glob("*" + SUFFIX)):
         try:
             with safe_open(path, framework="pt") as file:
                 for key, (name, shape, dtype, offsets) in json.loads(file.metadata()[_PIECES]).items():
-                    tensor = found.setdefault(name, SavedTensor(tuple(shape), _dtype(dtype)))
+                    tensor = tensors.setdefault(name, SavedTensor(tuple(shape), _dtype(dtype)))
                     tensor.pieces[tuple(offsets)] = SavedPiece(path, key, tuple(file.get_slice(key).get_shape()))
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged, or no file of a checkpoint ({error!r})") from error
-    return found
+    return tensors
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -103,8 +103,8 @@ def _plan_copies(
 ) -> list[tuple[Tensor, SavedPiece, tuple[slice, ...]]]:
     """Return what to read: (a part of a piece here, a saved piece, the same part of it)."""
     if saved is None or saved.shape != tensor.shape:
-        found = "is missing" if saved is None else f"has the shape {saved.shape}"
-        raise CheckpointError(f"'{name}' {found} in the checkpoint, but {tensor.shape} is needed here")
+        problem = "is missing" if saved is None else f"has the shape {saved.shape}"
+        raise CheckpointError(f"'{name}' {problem} in the checkpoint, but {tensor.shape} is needed here")
     copies = []
     read = 0
     for piece in tensor.pieces:

@@ -112,7 +112,7 @@ def recipe_names(model: str, asked: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _tiny_recipe(asked: Mapping[str, Any]) -> tuple[str, str | None]:
-    """With a warm start, unless it is impossible with something that is `asked` for, or bad for it."""
+    """Return the recipe of tiny: with a warm start, or without one and the thing `asked` for that rules it out."""
     reasons = {
         "mode = data-parallel averages at every step": asked.get("mode") == "data-parallel",
         "in a swarm the others would wait for a warm start": asked.get("engine") == "swarm",
@@ -129,12 +129,12 @@ def model_recipe(name: str, model: str, asked: Mapping[str, Any]) -> dict[str, o
     tokenizer, where nothing else is `asked` for (values by dotted key, as text if they are options)."""
     if not is_pretrained(model):
         return recipe_numbers(name, model, asked) | _shape(model, asked)
-    found = check_model(model, weights=False)
-    assert found is not None
+    pretrained = check_model(model, weights=False)
+    assert pretrained is not None
     recipe = recipe_numbers(name, model, asked)
-    recipe["data.sequence_length"] = min(FINE_TUNING_LENGTH, found.max_sequence_length or FINE_TUNING_LENGTH)
+    recipe["data.sequence_length"] = min(FINE_TUNING_LENGTH, pretrained.max_sequence_length or FINE_TUNING_LENGTH)
     if "data.tokenizer" not in asked:
-        recipe["data.tokenizer"] = found.tokenizer
+        recipe["data.tokenizer"] = pretrained.tokenizer
     return recipe
 
 
@@ -173,15 +173,15 @@ def _whole(value: object) -> int | None:
 
 def check_run_model(config: RunConfig) -> None:
     """Refuse a model that cannot be built or does not fit the run, before anything is prepared. May download it."""
-    found = check_model(config.model.name)
-    if found is None:
+    pretrained = check_model(config.model.name)
+    if pretrained is None:
         return
     if config.data.tokenizer is None:
         raise ConfigError(
             f"model {config.model.name!r} was trained with a tokenizer, and data.tokenizer is none: its weights mean "
             f"nothing with a new one; give the model's folder"
         )
-    found.check(vocab_size=1, sequence_length=config.data.sequence_length)
+    pretrained.check(vocab_size=1, sequence_length=config.data.sequence_length)
     if config.lora.rank is not None:
         check_peft()
 

@@ -109,7 +109,7 @@ class TrainingConfig:
 
     @property
     def least_accumulation(self) -> int:
-        """As given; 1 if it is left open, where it may become more on a GPU."""
+        """The accumulation as given; 1 if it is left open, where it may become more on a GPU."""
         return 1 if self.accumulation is None else self.accumulation
 
 
@@ -450,7 +450,9 @@ class RunConfig:
         """Return all values by dotted key."""
         values: dict[str, object] = {}
         for name, value in asdict(self).items():
-            values |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+            values |= (
+                {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+            )
         return values
 
     def shared(self) -> dict[str, object]:

@@ -129,7 +129,7 @@ def _types() -> dict[str, tuple[Any, ...]]:
         for name in own_fields(section):
             union = get_args(hints[name]) if get_origin(hints[name]) in (Union, UnionType) else (hints[name],)
             kinds[dotted(table, name)] = tuple(
-                one for kind in union for one in (get_args(kind) if get_origin(kind) is Literal else (kind,))
+                choice for kind in union for choice in (get_args(kind) if get_origin(kind) is Literal else (kind,))
             )
     return kinds
 

@@ -82,7 +82,7 @@ class LaunchedWorker:
 
 
 class RestartPolicy(ABC):
-    """What becomes of a run when one of its processes ends."""
+    """The rule for what becomes of a run when one of its processes ends."""
 
     workers: Sequence[LaunchedWorker] = ()
     """All processes of the run; the launcher sets it."""

@@ -97,8 +97,8 @@ class RunDescription:
 def _check(values: Any) -> None:
     expected = RunConfig().shared()
     if not isinstance(values, dict) or values.keys() != expected.keys():
-        found = values.keys() if isinstance(values, dict) else set()
-        other = ", ".join(sorted(map(str, found ^ expected.keys()))[:3])[:100]
+        keys = values.keys() if isinstance(values, dict) else set()
+        other = ", ".join(sorted(map(str, keys ^ expected.keys()))[:3])[:100]
         raise ConfigError(
             f"the swarm's configuration is not one of diloco {__version__}: what must be the same on all machines "
             f"differs in {other or 'its form'}"

@@ -32,7 +32,7 @@ def check_run_folder(run: Path) -> None:
 
 
 def how_to_end(run: Path) -> str:
-    """What to do about a run that has not ended."""
+    """Return what to do about a run that has not ended."""
     if is_training(run):
         return "a process trains there: wait for it, or stop it"
     return f"no process trains there: continue it with `{resume_command(run)}`"

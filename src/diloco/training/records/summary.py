@@ -96,7 +96,7 @@ def _numbers(
         "members_seen": workers,
         "tokens": tokens,
         "bytes_sent_per_worker": max([*told, *sent], default=0),
-        "compute_utilization": _utilization([(one.sync_seconds, one.elapsed_seconds) for one in reports]),
+        "compute_utilization": _utilization([(report.sync_seconds, report.elapsed_seconds) for report in reports]),
         "anchor_digests": [member.anchor_digest for member in members],
         "training_seconds": max((report.elapsed_seconds or 0.0 for report in reports), default=0.0),
     }
@@ -126,9 +126,9 @@ def _swarm_numbers(history: RunHistory, spokesman: WorkerEndedEvent | None) -> S
         "local_steps": most // history.tokens_per_step if history.tokens_per_step else 0,
         "local_rounds": sum(not work.keys().isdisjoint(round_.contributors) for round_ in rounds),
         "local_tokens": sum(tokens.get(worker, 0) for worker in work),
-        "bytes_sent_per_worker": max((one.bytes_sent for one in work.values()), default=0),
-        "compute_utilization": _utilization([(one.sync_seconds, one.elapsed_seconds) for one in work.values()]),
-        "training_seconds": max((one.elapsed_seconds for one in work.values()), default=0.0),
+        "bytes_sent_per_worker": max((done.bytes_sent for done in work.values()), default=0),
+        "compute_utilization": _utilization([(done.sync_seconds, done.elapsed_seconds) for done in work.values()]),
+        "training_seconds": max((done.elapsed_seconds for done in work.values()), default=0.0),
     }
 
 
@@ -154,7 +154,7 @@ def _steps_of_bytes(history: RunHistory) -> int:
 
 
 def _bad_loss(event: LossNotFiniteEvent | None) -> str | None:
-    """Why the latest start of a run has stopped, if a worker's loss was not finite."""
+    """Return why the latest start of a run has stopped, if a worker's loss was not finite."""
     return None if event is None else f"the loss of worker {event.worker} is {event.loss} at step {event.step}"
 
 
@@ -173,7 +173,7 @@ def _steps(history: RunHistory, members: Sequence[RoundMember]) -> dict[int, int
 
 
 def _own_tokens(history: RunHistory, members: Sequence[RoundMember]) -> int:
-    """What each worker says of itself, added up."""
+    """Return the sum of the tokens that each worker reports of itself."""
     tokens = {member.worker: member.report.tokens or 0 for member in members}
     for number, worker in history.local_workers.items():
         tokens[number] = max(tokens.get(number, 0), worker.progress.tokens)

@@ -78,11 +78,11 @@ def round_ended(event: RoundEvent, agreement: Agreement) -> RoundEndedEvent:
 
 
 def told_round(event: RoundEvent) -> tuple[float, ...]:
-    """What a worker tells the others of a round that has ended for it: `Report.last_round_seconds`."""
+    """Return what a worker tells the others of a round that has ended for it: `Report.last_round_seconds`."""
     phases = RoundPhases() if event.result is None else event.result.phases
     seconds = asdict(event.times) | asdict(phases)
     known = (seconds[f"{name}_seconds"] for name in TOLD)
-    return (float(event.key.sequence), *(math.nan if one is None else round(one, 4) for one in known))
+    return (float(event.key.sequence), *(math.nan if value is None else round(value, 4) for value in known))
 
 
 def end_fields(mode: Mode, steps: int) -> dict[str, Any]:

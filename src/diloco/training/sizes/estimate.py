@@ -66,7 +66,7 @@ class Estimate:
     micro_batch_rows: int
     """Sequences that a process computes at a time."""
     processes: int
-    """On this machine."""
+    """Processes of the run on this machine."""
     memory: dict[str, int]
     """Main memory of one process, by what it holds."""
     device_memory: dict[str, int]
@@ -78,19 +78,19 @@ class Estimate:
     disk: DiskUse
     disk_free: int
     workers: int
-    """That average with each other."""
+    """Workers that average with each other."""
     round_bytes: int
-    """Sent by a worker for one round of all fragments."""
+    """Bytes that a worker sends for one round of all fragments."""
     round_steps: int
     """Inner steps from one such round to the next, with sync.growth to the first."""
     mean_round_steps: float
-    """Over the whole run."""
+    """The mean of `round_steps` over the whole run."""
     second_moment_bytes: int
-    """Sent by a worker besides, in every sync.second_moment_every-th round."""
+    """Bytes that a worker sends besides, in every sync.second_moment_every-th round."""
     second_moment_every: int
-    """0: never."""
+    """Rounds from one that averages second moments to the next; 0: never."""
     warm_start_bytes: int
-    """Sent by a worker in all steps of the warm start."""
+    """Bytes that a worker sends in all steps of the warm start."""
     round_seconds: dict[str, float]
     """What a round takes, by rate in Mbit/s: usual ones, or the one that was given or measured."""
     step_seconds: float | None
@@ -104,7 +104,7 @@ class Estimate:
 
     @property
     def bytes_per_day(self) -> float | None:
-        """Sent by a worker, at that speed."""
+        """Bytes that a worker sends in a day at that speed; None if it is not known."""
         return (
             None
             if self.step_seconds is None
@@ -241,7 +241,9 @@ def bits_per_second(text: str) -> float:
 def measured_bits_per_second(history: RunHistory) -> float | None:
     """Return the rate of a run's rounds so far, of the middle one; None if none has sent anything."""
     rounds = history.rounds.by_sequence.values()
-    told = [(one.bytes_sent, one.statistics["seconds"]) for one in rounds if one.bytes_sent > HEADER_BYTES * 64]
+    told = [
+        (round_.bytes_sent, round_.statistics["seconds"]) for round_ in rounds if round_.bytes_sent > HEADER_BYTES * 64
+    ]
     rates = sorted(8 * sent / seconds for sent, seconds in told if seconds)
     return rates[len(rates) // 2] if rates else None
 
@@ -334,10 +336,10 @@ def sharing(processes: int) -> int:
 
 def warnings(config: RunConfig, sizes: Estimate, device: torch.device) -> list[str]:
     """Return what this machine has too little of."""
-    found = [memory_warning(config, sizes)]
+    texts = [memory_warning(config, sizes)]
     if device.type == "cuda":
-        found.append(device_warning(config, sizes, torch.cuda.mem_get_info(device)[0]))
-    return [text for text in found if text is not None]
+        texts.append(device_warning(config, sizes, torch.cuda.mem_get_info(device)[0]))
+    return [text for text in texts if text is not None]
 
 
 def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:

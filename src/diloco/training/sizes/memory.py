@@ -42,7 +42,7 @@ _LOGITS = 3  # log-softmax, its gradient, and that of the logits
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run's processes compute, and with how many others they average."""
+    """The devices of a run's processes, and the number of workers that average."""
 
     workers: int
     """The workers of the whole run."""
@@ -304,7 +304,8 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self._live = 0
+        self.peak = 0
+        self._live = 0
         self._known: dict[int, Any] = {}
 
     def ignore(self, tensor: Tensor) -> None:

@@ -55,7 +55,7 @@ CUT_OFF_SECONDS = 3600.0
 
 @runtime_checkable
 class Swarm(Protocol):
-    """What SwarmEngine offers besides averaging."""
+    """The part of SwarmEngine that goes beyond averaging."""
 
     @property
     def roster(self) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class Swarm(Protocol):
 
     @property
     def excluded(self) -> str | None:
-        """Why the swarm has excluded this worker, if it has."""
+        """The reason for which the swarm has excluded this worker; None if it has not."""
 
     def fetch_file(self, name: str, path: Path) -> None: ...
 
@@ -77,12 +77,12 @@ def starting_shards(texts: WorkerTexts, engine: Connection, config: RunConfig) -
     if texts.own is not None:
         return list(range(texts.own_index, texts.own.shards, texts.own_readers))
     corpus = texts.shared
-    here = [shard for shard in range(corpus.shards) if corpus.has(shard)]
+    local_shards = [shard for shard in range(corpus.shards) if corpus.has(shard)]
     mine = shards_of(corpus.shards, *index_among(present(engine), engine.worker))
-    share = [shard for shard in mine if shard in here]
+    share = [shard for shard in mine if shard in local_shards]
     length = config.data.sequence_length
     windows = sum(count_windows(corpus.meta.shard_tokens[shard], length) for shard in share)
-    return share if windows >= config.training.batch_size else here
+    return share if windows >= config.training.batch_size else local_shards
 
 
 def present(engine: Connection) -> tuple[int, ...]:
@@ -91,21 +91,21 @@ def present(engine: Connection) -> tuple[int, ...]:
     return tuple(sorted({*others, engine.worker}))
 
 
-def _listed(one: "MemberStatus") -> ListedMember:
+def _listed(member: "MemberStatus") -> ListedMember:
     """Return a member, as a MembersEvent has it."""
-    state = "left" if one.left else "lost" if not one.live else "training" if one.has_state else "joining"
+    state = "left" if member.left else "lost" if not member.live else "training" if member.has_state else "joining"
     return ListedMember(
-        member=one.number,
-        where=one.label,
-        step=one.position,
-        loss=one.loss if one.loss >= 0 else None,
-        contributed=one.contributed_round if one.contributed_round >= 0 else None,
+        member=member.number,
+        where=member.label,
+        step=member.position,
+        loss=member.loss if member.loss >= 0 else None,
+        contributed=member.contributed_round if member.contributed_round >= 0 else None,
         state=state,
-        tokens=one.tokens,
-        step_seconds=round(one.step_seconds, 4),
-        latency_seconds=one.latency_seconds,
-        silent_seconds=one.silent_seconds,
-        link=one.link,
+        tokens=member.tokens,
+        step_seconds=round(member.step_seconds, 4),
+        latency_seconds=member.latency_seconds,
+        silent_seconds=member.silent_seconds,
+        link=member.link,
     )
 
 
@@ -184,10 +184,10 @@ class SwarmPeers(Peers):
             return
         wanted = self._config.swarm.min_workers
         reported = -1
-        while (here := len(present(self._engine))) < wanted and not self._stopped():
-            if here != reported:
-                self._events.emit(WaitingEvent(present=here, wanted=wanted))
-                reported = here
+        while (present_workers := len(present(self._engine))) < wanted and not self._stopped():
+            if present_workers != reported:
+                self._events.emit(WaitingEvent(present=present_workers, wanted=wanted))
+                reported = present_workers
             self._tell_progress()  # joiners wait for the end of a warm start
             time.sleep(_POLL_SECONDS)
 
@@ -245,8 +245,8 @@ class SwarmPeers(Peers):
         if self._swarm is None or now - self._listed < _LIST_SECONDS:
             return
         self._listed = now
-        members = [one for one in self._swarm.status().members if one.number >= 0]
-        self._events.emit(MembersEvent(present=[_listed(one) for one in members[:_MOST_LISTED]]))
+        members = [member for member in self._swarm.status().members if member.number >= 0]
+        self._events.emit(MembersEvent(present=[_listed(member) for member in members[:_MOST_LISTED]]))
 
     # Rounds
 

@@ -92,7 +92,7 @@ class ShardClaims:
     # Shards of this worker
 
     def renumber(self, worker: int) -> None:
-        """The number of this worker, which may have another one since the last round."""
+        """Take over this worker's number, which may have changed since the last round."""
         if self.own_text:
             self._apart = self._apart - {self._worker} | {worker}
         self._worker = worker
@@ -115,15 +115,15 @@ class ShardClaims:
     def take(self, reader: ShardReader) -> bool:
         """Switch to those of this worker's shards that are on this machine. Returns whether anything changed."""
         mine = self.shards()
-        here = [shard for shard in mine if self._corpus.has(shard)]
-        if not here or here == reader.shards:
+        local_shards = [shard for shard in mine if self._corpus.has(shard)]
+        if not local_shards or local_shards == reader.shards:
             return False
         before = reader.shards, reader.progress()
         self.learn(before[1])
         try:
-            reader.take(self.known, shards=here)
+            reader.take(self.known, shards=local_shards)
         except DataError as error:  # too little text is here: keep the old shards until the rest has arrived
-            logger.info("shards %s are not enough yet: %s", here, error)
+            logger.info("shards %s are not enough yet: %s", local_shards, error)
             reader.take({**self.known, **before[1]}, shards=before[0])
             return False
         return True

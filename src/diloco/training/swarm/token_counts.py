@@ -47,15 +47,15 @@ class TokenCounts:
 
         Returns what those have told that told more, and did not the time before.
         """
-        found = {}
+        newly_doubted = {}
         for worker, note in notes.items():
             self._learn(worker, min(note.own_tokens, most))
             if note.own_tokens <= most:
                 self._doubted.discard(worker)
             elif worker not in self._doubted:
                 self._doubted.add(worker)
-                found[worker] = note.own_tokens
-        return found
+                newly_doubted[worker] = note.own_tokens
+        return newly_doubted
 
     def read_state_note(self, note: Note, most: int) -> None:
         """Take in the word of the member that sent this worker its state."""
@@ -69,7 +69,7 @@ class TokenCounts:
         """All that have confirmed the end have these notes of each other: take the (upper) median of each count."""
         told = [note.tokens for note in notes]
         for worker in {worker for counts in told for worker in counts}:
-            counts = sorted(one[worker] for one in told if worker in one)
+            counts = sorted(tokens[worker] for tokens in told if worker in tokens)
             if 2 * len(counts) >= len(told):
                 self.by_worker[worker] = min(counts[len(counts) // 2], most)
 

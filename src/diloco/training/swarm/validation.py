@@ -36,13 +36,19 @@ from diloco.training.validation import Evaluation, Evaluator, Validation
 
 _FEWEST = 3
 """Shares whose median one liar cannot move."""
-_DEVIATIONS, _LEAST_SHARE = 4.0, 0.05
-"""How far a share may be from the median: so many median deviations, and at least this part of the median."""
-_OWN_SHARE, _OWN_NATS = 0.5, 1.0
-"""How far the other one of two shares may be from this worker's own: this part of it, and at least so many nats. Each
-of the two bounds the other's, so that beyond it their figures differ: honest shares are not so far apart."""
-_LATE_ROUNDS, _MOST_OPEN = 2, 4
-"""A report may come so many rounds after the one that should have it; so many measurements are open at a time."""
+_DEVIATIONS = 4.0
+"""A share may be so many median deviations from the median."""
+_LEAST_SHARE = 0.05
+"""A share may always be this part of the median away from it."""
+_OWN_SHARE = 0.5
+"""The other one of two shares may be this part of this worker's own away from it. Each of the two bounds the other's,
+so that beyond it their figures differ: honest shares are not so far apart."""
+_OWN_NATS = 1.0
+"""The other one of two shares may always be so many nats away from this worker's own."""
+_LATE_ROUNDS = 2
+"""A report may come so many rounds after the one that should have it."""
+_MOST_OPEN = 4
+"""Measurements that are open at a time."""
 _MOST_NAMED = 64
 """Workers that an event names."""
 
@@ -281,7 +287,8 @@ def add_up(shares: Mapping[int, Evaluation], own: int) -> tuple[Evaluation, dict
         middle = shares[own].loss
         bound = max(_OWN_SHARE * middle, _OWN_NATS)
     else:
-        middle = bound = math.inf
+        middle = math.inf
+        bound = math.inf
     if not math.isfinite(middle):
         loss = sum(share.loss * share.tokens for _, share in ordered)
         return Evaluation(loss / tokens if tokens else math.nan, tokens), {}
@@ -296,7 +303,7 @@ def add_up(shares: Mapping[int, Evaluation], own: int) -> tuple[Evaluation, dict
 
 
 def _key(figure: ValidationFigure | None) -> tuple[int, float | None, int]:
-    """To compare figures: nan is not equal to itself."""
+    """Return the figure as a tuple that can be compared: nan is not equal to itself."""
     if figure is None:
         return (-1, None, 0)
     return (figure.step, None if math.isnan(figure.loss) else figure.loss, figure.tokens)
