@@ -40,7 +40,7 @@ class KnownPeer(msgspec.Struct, frozen=True):
 
 
 class _Contents(msgspec.Struct):
-    """What peers.json holds."""
+    """The content of peers.json."""
 
     version: Literal[1]
     peers: list[KnownPeer]

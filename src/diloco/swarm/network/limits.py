@@ -87,7 +87,7 @@ class PeerRateLimit:
 
 
 class ConcurrencyLimit:
-    """How many requests are handled at a time: at most `per_peer` of one peer and `in_all` of all peers."""
+    """Bounds the requests that are handled at a time: at most `per_peer` of one peer and `in_all` of all peers."""
 
     def __init__(self, per_peer: int, in_all: int) -> None:
         self._per_peer = per_peer

@@ -26,7 +26,7 @@ _TRIES = 20
 
 @dataclass(frozen=True)
 class ListenConfig:
-    """Where this peer listens, and which addresses it announces."""
+    """The address at which this peer listens, and those that it announces."""
 
     host: str | None = None
     """An address or name of this machine; None: all its addresses, IPv4 and IPv6."""

@@ -157,6 +157,6 @@ def is_loopback(address: str) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Whether a peer anywhere could use this address, judged by the address alone."""
+    """Return whether a peer anywhere could use this address, judged by the address alone."""
     ip = ip_of(address)
     return CIRCUIT in address or ip is None or ip.is_global

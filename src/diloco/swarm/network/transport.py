@@ -97,7 +97,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def addresses(self) -> list[str]:
-        """Where others can reach this peer now (multiaddrs that end in /p2p/PEER)."""
+        """Return where others can reach this peer now (multiaddrs that end in /p2p/PEER)."""
 
     @abstractmethod
     async def connect(self, peer: str, addresses: list[str], seconds: float) -> None:
@@ -107,7 +107,7 @@ class Transport(ABC):
         """Drop the connections with a peer; a later call connects again."""
 
     def heard_at(self, peer: str) -> float:
-        """When bytes of a stream last came from a peer, on the loop's clock; 0.0 if none is open."""
+        """Return when bytes of a stream last came from a peer, on the loop's clock; 0.0 if none is open."""
         del peer
         return 0.0
 

@@ -51,7 +51,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 class _LongMessage(msgspec.Struct, tag=True, tag_field="message", frozen=True):
-    """What a packet holds when the message itself is in shared memory."""
+    """The content of a packet when the message itself is in shared memory."""
 
     memory: SharedMemory
 

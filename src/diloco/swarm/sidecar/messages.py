@@ -63,7 +63,7 @@ class ServeFiles(_Message, frozen=True):
 
 
 class ReportProgress(_Message, frozen=True):
-    """How far the trainer is, for the other workers."""
+    """The trainer's progress, for the other workers."""
 
     inner_steps: int
     tokens: int

@@ -41,7 +41,7 @@ _M_ARENA_MAX = -8
 
 
 class HostedNode(Protocol):
-    """What a sidecar needs of the swarm's node (node/node.py)."""
+    """The part of the swarm's node that a sidecar uses (node/node.py)."""
 
     @property
     def number(self) -> int: ...

@@ -382,7 +382,7 @@ def _settle(answer: "Future[Any]", value: object, error: Exception | None) -> No
 
 
 def _error(message: messages.Failed) -> DiLoCoError:
-    """The error that a sidecar answered with; one that is not of diloco.errors may pass: RoundFailed."""
+    """Return the error that a sidecar answered with; one that diloco.errors does not name becomes RoundFailed."""
     kind = getattr(diloco.errors, message.kind, RoundFailed) if message.kind else RoundFailed
     assert issubclass(kind, DiLoCoError)
     return kind(message.text)

@@ -28,7 +28,7 @@ NAN = bytes.fromhex("0000c07f")
 
 
 class Patcher(Protocol):
-    """What replaces an attribute for a while: `Patches`, or pytest's MonkeyPatch."""
+    """An object that replaces an attribute for a while: `Patches`, or pytest's MonkeyPatch."""
 
     def setattr(self, target: Any, name: str, value: Any, /) -> None: ...
 
@@ -60,24 +60,27 @@ def claims_the_end(swarm: MemorySwarm, liar: MemoryWorker) -> None:
     honest = node._answer
 
     def posted(sequence: int) -> dict[str, Any]:
-        found = {worker.name: worker.node.participant.rounds.get(sequence) for worker in swarm.workers}
-        return {name: round_ for name, round_ in found.items() if round_ is not None}
+        rounds = {worker.name: worker.node.participant.rounds.get(sequence) for worker in swarm.workers}
+        return {name: round_ for name, round_ in rounds.items() if round_ is not None}
 
     def forge(sequence: int) -> messages.Outcome:
         last = node.outcomes.quorum.last
         rounds = posted(sequence)
         if last is None or not rounds:
             return messages.Outcome()
-        entries = sorted((Entry(name, one.contribution) for name, one in rounds.items()), key=lambda one: one.number)
-        one = next(iter(rounds.values())).posted
-        made: Plan = structs.replace(last, key=one.key, entries=tuple(entries), majority=True, shares=())
-        data = NAN * (one.mean.num_bytes // 4)
+        entries = sorted(
+            (Entry(name, round_.contribution) for name, round_ in rounds.items()), key=lambda entry: entry.number
+        )
+        posted_round = next(iter(rounds.values())).posted
+        parts = posted_round.num_parts
+        made: Plan = structs.replace(last, key=posted_round.key, entries=tuple(entries), majority=True, shares=())
+        data = NAN * (posted_round.mean.num_bytes // 4)
         own = node.outcomes.notary
         told = bytes(directions.size(made))
-        ranges = tuple(own.sign_range(made, digest, told) for digest in range_digests(made, one.num_parts, data))
-        vote = own.vote(made, one.num_parts, ranges)
+        ranges = tuple(own.sign_range(made, digest, told) for digest in range_digests(made, parts, data))
+        vote = own.vote(made, parts, ranges)
         signatures = dict.fromkeys((entry.peer for entry in made.entries), vote.signature)
-        return messages.Outcome(made, Certificate(one.num_parts, ranges, signatures))
+        return messages.Outcome(made, Certificate(parts, ranges, signatures))
 
     async def answer(peer: str, request: Any) -> Any:
         if peer != liar.name:
@@ -89,7 +92,7 @@ def claims_the_end(swarm: MemorySwarm, liar: MemoryWorker) -> None:
         return await honest(peer, request)
 
     async def serve(stream: Stream, request: messages.OpenMean) -> None:
-        size = next((one.posted.mean.num_bytes for one in posted(request.sequence).values()), 0)
+        size = next((round_.posted.mean.num_bytes for round_ in posted(request.sequence).values()), 0)
         await stream.write(size.to_bytes(8, "little"), 1.0)
         await write_frame(stream, NAN * (size // 4), 1.0)
 
@@ -127,14 +130,14 @@ def certify_alone(liars: list[MemoryWorker], asking: MemoryWorker | None = None)
         made: Plan = structs.replace(last, key=key, entries=tuple(entries), majority=True, shares=shares, rounds=())
         parts = kept.certificate.num_parts
         data = NAN * (size // 4)
-        notaries = {one.name: one.node.outcomes.notary for one in liars}
+        notaries = {member.name: member.node.outcomes.notary for member in liars}
         digests = zip(reducers(made, parts), range_digests(made, parts, data), strict=True)
         told = bytes(directions.size(made))
         ranges = tuple(notaries[peer].sign_range(made, digest, told) for peer, digest in digests)
-        votes = {name: one.vote(made, parts, ranges) for name, one in notaries.items()}
-        found = certify(made, votes)
-        credentials = {one.name: one.node.permissions.credential for one in liars}
-        return messages.Outcome(made, found, credentials)
+        votes = {name: notary.vote(made, parts, ranges) for name, notary in notaries.items()}
+        certificate = certify(made, votes)
+        credentials = {member.name: member.node.permissions.credential for member in liars}
+        return messages.Outcome(made, certificate, credentials)
 
     def begin(liar: MemoryWorker) -> None:
         node = liar.node
@@ -223,10 +226,10 @@ def certifies_two_plans(
         for worker in half:
             if made.entry(worker.name) is not None:
                 await calls.ask(worker.name, made)
-        theirs = await asyncio.gather(*(vote(liar, made, one.posted, one.leaves) for liar, one in mine))
+        theirs = await asyncio.gather(*(vote(liar, made, round_.posted, round_.leaves) for liar, round_ in mine))
         await asyncio.sleep(0.2)
-        found = dict(votes) | {liar.name: one for (liar, _), one in zip(mine, theirs, strict=True)}
-        certificate = certify(made, found)
+        all_votes = dict(votes) | {liar.name: own_vote for (liar, _), own_vote in zip(mine, theirs, strict=True)}
+        certificate = certify(made, all_votes)
         if certificate is None:
             return None
         for worker in half:
@@ -259,7 +262,7 @@ def certifies_two_plans(
                     continue
         for liar in liars:
             own = liar.node.participant.rounds.get(led.key.sequence)
-            for made, certificate in [one for one in ends if one is not None][:1]:
+            for made, certificate in [ended for ended in ends if ended is not None][:1]:
                 if own is not None and not own.ended:
                     own.certificate = certificate
                     liar.node.outcomes.succeed(own, made)
@@ -325,7 +328,7 @@ def withholds(liar: MemoryWorker, method: str, patch: Patcher) -> None:
 
 
 def serves_another_state(liar: MemoryWorker, *, ahead: int = 0, swapped: bool = False) -> None:
-    """A state of NaN, of the right round or of a later one; `swapped`: it says that it is another."""
+    """It serves a state of NaN, of the right round or of a later one; `swapped`: it says that it is another."""
     trainer = liar.trainer
     honest = trainer.snapshot
 
@@ -359,8 +362,8 @@ def brings_a_second_key(liar: MemoryWorker, patch: Patcher, second: str = NAMES[
     members = liar.node.members
     honest_is_live = members.is_live
 
-    def choose(here: list[Entry], sequence: int, quarrels: Quarrels, *more: Any) -> list[Entry]:
-        chosen = honest_choose(here, sequence, quarrels, *more)
+    def choose(candidates: list[Entry], sequence: int, quarrels: Quarrels, *more: Any) -> list[Entry]:
+        chosen = honest_choose(candidates, sequence, quarrels, *more)
         own = next((entry for entry in chosen if entry.peer == liar.name), None)
         if quarrels is not liar.node.leader.quarrels or own is None:
             return chosen

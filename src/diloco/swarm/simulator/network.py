@@ -20,13 +20,13 @@ LATENCY_SECONDS = 0.001
 
 
 def request_in(data: bytes) -> PeerMessage:
-    """What is asked in a call, without the processes that are named around it."""
+    """Return what is asked in a call, without the processes that are named around it."""
     message = decode(data)
     return decode(message.request) if isinstance(message, Addressed) else message
 
 
 class _Head(Struct):
-    """What the trace needs of a message: its type, and what an Addressed one has inside."""
+    """The part of a message that the trace needs: its type, and what an Addressed one has inside."""
 
     t: str = ""
     request: bytes = b""
@@ -89,7 +89,8 @@ class MemoryNetwork:
         """(caller, peer, request) -> what becomes of a call."""
         self.delay: Callable[[], float] = lambda: 0.0
         """Seconds that a call or the opening of a stream takes longer, each way."""
-        self._operations = self._pipes = 0
+        self._operations = 0
+        self._pipes = 0
         self._at: int | None = None
         self._action: Callable[[], None] = lambda: None
 
@@ -102,17 +103,17 @@ class MemoryNetwork:
         self._pipes += 1
         return self._pipes
 
-    def way(self, one: str, other: str) -> None:
-        if other in self.dead or one in self.dead:
+    def way(self, peer: str, other: str) -> None:
+        if other in self.dead or peer in self.dead:
             raise Unreachable("connection refused", gone=True)
 
-    def silent(self, one: str, other: str) -> bool:
+    def silent(self, peer: str, other: str) -> bool:
         self._operations += 1
         if self._at is not None and self._operations >= self._at:
             self._at = None
             self._action()
-        apart = any(one in side and other in rest for side in self.sides for rest in self.sides if rest is not side)
-        return apart or {one, other} in self.pairs or one in self.cut or other in self.cut
+        apart = any(peer in side and other in rest for side in self.sides for rest in self.sides if rest is not side)
+        return apart or {peer, other} in self.pairs or peer in self.cut or other in self.cut
 
     def forget_connections(self, name: str) -> None:
         for transport in self.peers.values():
@@ -314,7 +315,8 @@ class MemoryTransport(Transport):
         if self.twin is None:
             self.network.kill(self.peer)
             return
-        self.network.peers[self.peer], self.twin.twin = self.twin, None
+        self.network.peers[self.peer] = self.twin
+        self.twin.twin = None
         self.network.forget_connections(self.peer)
         for pipe in self.pipes:
             pipe.break_()

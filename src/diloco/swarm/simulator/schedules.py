@@ -60,7 +60,7 @@ class Fault:
 
 @dataclass
 class ScheduleResult:
-    """How a schedule ended."""
+    """The outcome of a schedule."""
 
     seed: int
     workers: int
@@ -83,8 +83,8 @@ class ScheduleResult:
     """The digest of all calls, answers, streams and events, with their times: the same in every run of a seed."""
 
     def problems(self) -> list[str]:
-        several = [f"round {number} has {len(found)} means: {found}" for number, found in sorted(self.means.items())
-                   if len(found) > 1]  # fmt: skip
+        several = [f"round {number} has {len(means)} means: {means}" for number, means in sorted(self.means.items())
+                   if len(means) > 1]  # fmt: skip
         several = several if len(several) > 2 * ("two plans" in self.lies) else []
         return (
             several + self.offences + self.faults_found + ([self.problem] if self.problem and not self.outside else [])
@@ -124,7 +124,8 @@ class FaultSchedule:
         self._training: dict[int, asyncio.Task[None]] = {}
         self._busy: set[int] = set()
         """Workers that are down, asleep or about to be so: one thing at a time."""
-        self._loss = self._delay = 0.0
+        self._loss = 0.0
+        self._delay = 0.0
         self._log: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         self._full: list[int] = []
         """Rounds that had the work of all workers."""
@@ -208,12 +209,12 @@ class FaultSchedule:
             self._begin_to_lie(index)
 
     def _honest(self) -> set[str]:
-        return {one.name for one in self._lives.values()} - self._liars
+        return {worker.name for worker in self._lives.values()} - self._liars
 
     def _begin_to_lie(self, index: int) -> None:
         liar = self._lives[index]
         patch = self._patch
-        honest = [one for other, one in self._lives.items() if other not in self._lies]
+        honest = [worker for other, worker in self._lives.items() if other not in self._lies]
         others = [self._lives[other] for other in self._lies if other != index]
         victim = honest[0]
         match self._lies[index]:
@@ -248,7 +249,7 @@ class FaultSchedule:
                 lies.tells_that_all_point_against(victim, liar, patch)
 
     def _contribution(self, index: int, work: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        """What a worker posts, and what it claims of it."""
+        """Return what a worker posts, and what it claims of it."""
         match self._lies.get(index):
             case "turned around":
                 return -2.9 * work, {}
@@ -259,7 +260,7 @@ class FaultSchedule:
         return work, {}
 
     async def _train(self, index: int, worker: MemoryWorker) -> None:
-        """As a trainer: a round that failed is not posted again, its number is spent."""
+        """Act as the trainer: a round that failed is not posted again, its number is spent."""
         trainer = worker.trainer
         loop = asyncio.get_running_loop()
         await worker.catch_up()
@@ -364,7 +365,7 @@ class FaultSchedule:
 
     def _last_ended(self) -> int:
         """The last round that has ended for an honest worker."""
-        return max(one.node.own.ended_round for one in self._lives.values() if one.name not in self._liars)
+        return max(worker.node.own.ended_round for worker in self._lives.values() if worker.name not in self._liars)
 
     async def _settle(self) -> None:
         loop = asyncio.get_running_loop()
@@ -373,7 +374,7 @@ class FaultSchedule:
         before = max(self._log, default=-1)
         ended_before = self._last_ended()
         while len(self._full) < known + self.result.workers - len(self._lies):
-            honest = [index for index, one in self._lives.items() if one.name not in self._liars]
+            honest = [index for index, worker in self._lives.items() if worker.name not in self._liars]
             failed = [task for index, task in self._training.items() if task.done() and index in honest]
             if failed or self.result.problem:
                 why = "" if not failed or failed[0].cancelled() else f"a worker ended: {failed[0].exception()!r}"
@@ -381,12 +382,13 @@ class FaultSchedule:
                 return
             if loop.time() - started > SETTLING_SECONDS:
                 states = {
-                    index: f"{one.node.own} leads {one.node.leader.phases()}" for index, one in self._lives.items()
+                    index: f"{worker.node.own} leads {worker.node.leader.phases()}"
+                    for index, worker in self._lives.items()
                 }
                 self.result.problem = f"no round had the work of all for {SETTLING_SECONDS:g} s; {states}"
                 led_by = [self._lives[index].node.members.leader() for index in honest]
                 going_on = self._last_ended() > ended_before + SETTLING_SECONDS / 10
-                self.result.outside |= going_on and 2 * sum(one in self._liars for one in led_by) > len(led_by)
+                self.result.outside |= going_on and 2 * sum(leader in self._liars for leader in led_by) > len(led_by)
                 return
             await asyncio.sleep(0.2)
         self.result.settled_seconds = loop.time() - started

@@ -72,7 +72,7 @@ def thaw(worker: MemoryWorker) -> None:
 
 
 async def train(worker: MemoryWorker, until: int, step_seconds: float = 0.3) -> None:
-    """As a trainer: posts a round now and then, or when the others wait for it, and fetches the state when told to."""
+    """Act as a trainer: post a round now and then, or when others wait for it, and fetch the state when told to."""
     trainer = worker.trainer
     while trainer.sequence < until:
         end = asyncio.get_running_loop().time() + step_seconds

@@ -84,6 +84,6 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run, on a virtual clock."""
+    """Run a coroutine as asyncio.run does, on a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(work)

@@ -131,7 +131,7 @@ class MemoryWorker:
 
 
 def plan(workers: list[int], sequence: int = 0, weight: float = 1.0) -> Plan:
-    """As worker 0 makes it when all have posted `values` of norm 1."""
+    """Return the plan that worker 0 makes when all have posted `values` of norm 1."""
     key = RoundKey(sequence, 0)
     vector = EncodedVector(codec("fp32"), PartLayout(NUMEL))
     header = pack_header(key, Contribution(vector, weight, 1.0, "anchor", "same", 1000.0))

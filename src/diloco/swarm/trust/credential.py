@@ -82,12 +82,12 @@ class Credential(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 def certified_bytes(public: bytes, expires: int) -> bytes:
-    """What the run's key signs to make an invitation."""
+    """Return the bytes that the run's key signs to make an invitation."""
     return public + expires.to_bytes(4)
 
 
 def claimed_bytes(run_public: bytes, peer: str, role: Role) -> bytes:
-    """What an invitation's key signs to make a credential."""
+    """Return the bytes that an invitation's key signs to make a credential."""
     return run_public + role.encode() + b" " + peer.encode()
 
 

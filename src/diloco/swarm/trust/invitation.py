@@ -125,7 +125,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return MARK + encode_text(msgspec.msgpack.encode(self))
 
     def credential(self, peer: str, role: Role = "worker") -> Credential:
-        """What the peer of this id shows to the others. That of a worker gives it the invitation's seat, for ever."""
+        """Return what the peer of this id shows to the others. A worker's gives it the invitation's seat, for ever."""
         signature = sign(self.seed, "credential", claimed_bytes(self.run_public, peer, role))
         return Credential(self.certificate, signature, role)
 
@@ -195,7 +195,7 @@ def read_invitations(given: Sequence[str], now: float | None) -> list[Invitation
 
 
 def is_word(source: str) -> bool:
-    """Whether this argument is an invitation itself, which other users of the machine can read in the process list."""
+    """Return whether this argument is an invitation itself: other users can read it in the list of processes."""
     return source != "-" and not source.startswith("@")
 
 

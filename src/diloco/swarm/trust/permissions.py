@@ -244,7 +244,7 @@ class Permissions:
         return self._passed_on.get(peer) if credential is None else credential.data()
 
     def has_seat(self, peer: str) -> bool:
-        """Whether the peer is a worker whose invitation is known here, and whose seat is its own.
+        """Return whether the peer is a worker whose invitation is known here, and whose seat is its own.
 
         A second key of an invitation has none, nor has a guest.
         """

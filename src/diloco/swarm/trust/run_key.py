@@ -22,7 +22,7 @@ _HEX_DIGITS = set(string.hexdigits.lower().encode())
 
 
 class RevocationClaims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a revocation says: `peers` are excluded; so is every peer that comes with `invitation` (its id)."""
+    """The claims of a revocation: `peers` are excluded; so is every peer that comes with `invitation` (its id)."""
 
     peers: frozenset[str]
     invitation: str | None
@@ -30,7 +30,7 @@ class RevocationClaims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Unix time in seconds."""
 
     def excludes(self, peer: str, invitation: str | None) -> bool:
-        """Whether this peer, which came with that invitation, is excluded."""
+        """Return whether this peer, which came with that invitation, is excluded."""
         return peer in self.peers or (self.invitation is not None and invitation == self.invitation)
 
 

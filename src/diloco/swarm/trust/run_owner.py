@@ -59,7 +59,7 @@ def swarm_folder(run: Path) -> Path:
 
 
 def may_invite(folder: Path) -> bool:
-    """Whether this is the machine where the run began: only it can make new invitations."""
+    """Return whether this is the machine where the run began: only it can make new invitations."""
     return (folder / RUN_KEY_FILE).exists()
 
 
@@ -261,7 +261,7 @@ def _best(peer: KnownPeer) -> list[str]:
 
 
 def _distance(address: str) -> int:
-    """How near a caller must be: 0 anywhere (names and relays too), 1 in the same network, 2 on the same machine."""
+    """Return how near a caller must be: 0 anywhere (names, relays), 1 in the same network, 2 on the same machine."""
     if is_public(address):
         return 0
     ip = ip_of(address)

@@ -31,7 +31,7 @@ def sign(seed: bytes, purpose: Purpose, data: bytes) -> bytes:
 
 
 def is_signed(public: bytes, signature: bytes, purpose: Purpose, data: bytes) -> bool:
-    """Whether the owner of this public key has signed the data for this purpose."""
+    """Return whether the owner of this public key has signed the data for this purpose."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, _signed_bytes(purpose, data))
     except (InvalidSignature, ValueError):

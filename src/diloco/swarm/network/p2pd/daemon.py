@@ -266,7 +266,7 @@ async def _has_our_relay(daemon: Daemon, flags: list[str], listening: list[str])
 
 
 async def relay_limit(control: Control, relay: str) -> int:
-    """How many bytes a connection through that peer may carry each way; 0: it relays nothing.
+    """Return how many bytes a connection through that peer may carry each way; 0: it relays nothing.
 
     The relay is asked for a reservation, which ends by itself.
     """

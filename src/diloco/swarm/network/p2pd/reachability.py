@@ -43,7 +43,7 @@ _MAX_RELAYS = 8
 
 @dataclass(frozen=True)
 class Reachability:
-    """How this peer can be reached, as far as is known."""
+    """The ways in which this peer can be reached, as far as they are known."""
 
     kind: Kind = "unknown"
     seen_at: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class DialBack:
 
 
 async def speaks_libp2p(host: str, port: int, seconds: float) -> bool:
-    """Whether something at this address answers libp2p's greeting."""
+    """Return whether something at this address answers libp2p's greeting."""
     try:
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_connection(host, port)
@@ -150,7 +150,7 @@ async def speaks_libp2p(host: str, port: int, seconds: float) -> bool:
 
 
 class MonitoredTransport(Protocol):
-    """What the monitor needs of a P2pdTransport."""
+    """The part of a P2pdTransport that the monitor uses."""
 
     peer: str
     reachability: Reachability
@@ -268,7 +268,7 @@ def public_addresses(addresses: Iterable[str]) -> list[str]:
 
 
 async def answers_libp2p(address: str, seconds: float) -> bool:
-    """Whether a peer answers at this address, whichever it is.
+    """Return whether a peer answers at this address, whichever it is.
 
     An address through a relay counts as one that answers: only p2pd can try it.
     """

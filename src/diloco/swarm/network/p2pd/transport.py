@@ -296,7 +296,7 @@ class P2pdTransport(Transport):
             return await control.list_peers()
 
     async def _p2pd_endpoint(self) -> Endpoint:
-        """Where this machine's own p2pd listens, for a connection from this machine."""
+        """Return where this machine's own p2pd listens, for a connection from this machine."""
         port, _ = await self.port_and_addresses()
         first = multiaddr.ip_of(listen_addresses(self._config.host, port or None)[0])
         return "127.0.0.1" if first is None or first.is_unspecified else str(first), port
@@ -377,7 +377,7 @@ class P2pdTransport(Transport):
             return decode_dial_back(answer)
 
     async def relay_limit(self, peer: str) -> int:
-        """How many bytes a connection through that peer may carry; 0: it relays nothing."""
+        """Return how many bytes a connection through that peer may carry; 0: it relays nothing."""
         async with self._running(peer) as control:
             return await relay_limit(control, peer)
 
