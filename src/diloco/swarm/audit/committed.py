@@ -25,12 +25,12 @@ class CommittedParts:
         """Each sender's signature under its contribution: its header, and the root that its parts are bound to."""
 
     def add(self, peer: str, parts: memoryview) -> None:
-        """The next ones of the range; this worker's own are known."""
+        """Take in the next parts of the range from `peer`; this worker's own are known."""
         if peer in self._leaves:
             self._leaves[peer] += merkle.leaves(parts, self._part_bytes)
 
     def stranger(self) -> str | None:
-        """A worker whose parts are not those that it is bound to."""
+        """A worker whose parts are not those that it is bound to; None if there is none."""
         roots = {entry.peer: entry.root for entry in self._plan.contributors}
         return next((peer for peer in self._leaves if not self._fits(peer, roots[peer])), None)
 
@@ -40,7 +40,7 @@ class CommittedParts:
         return peer in self._leaves and self._fits(peer, roots[peer])
 
     def proof_of(self, peer: str, part: int) -> bytes:
-        """That this part, which has come from a worker that `is_bound`, is in its contribution."""
+        """The proof that this part, which has come from a worker that `is_bound`, is in its contribution."""
         return merkle.narrow(self._leaves[peer], self._rows, part, self._num_parts, self.proofs[peer])
 
     def _fits(self, peer: str, root: bytes) -> bool:

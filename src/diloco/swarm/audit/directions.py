@@ -47,17 +47,19 @@ def compares(plan: Plan) -> bool:
 
 @torch.no_grad()
 def compare(values: Sequence[Tensor]) -> bytes:
-    """What a reducer tells of its sampled parts: of each contribution they are one tensor."""
+    """The cosines of all pairs of contributions, as a reducer sends them. `values`: its sampled parts of each
+    contribution, as one tensor."""
     cosines = directions.pair_cosines(values)
     return struct.pack(f"<{len(cosines)}h", *(round(_UNIT * cosine) for cosine in cosines))
 
 
 def size(plan: Plan) -> int:
-    """The size of what a reducer tells, in bytes."""
+    """The bytes of what `compare` gives, for the contributors of this plan."""
     return 2 * directions.num_pairs(len(plan.contributors)) if compares(plan) else 0
 
 
 def unpack(told: bytes) -> list[float]:
+    """The cosines in what `compare` gave."""
     return [value / _UNIT for (value,) in struct.iter_unpack("<h", told)]
 
 
@@ -73,14 +75,14 @@ def find_opposed(plan: Plan, num_parts: int, ranges: Sequence[SignedRange]) -> d
     }
     scales = plan.decision.scales or (1.0,) * len(names)
     norms = [entry.parsed.claim.norm * scale for entry, scale in zip(plan.contributors, scales, strict=True)]
-    found = {names[place]: cosine for place, cosine in directions.opposed(norms, told).items()}
-    return found if 2 * (len(found) + len(plan.opposed)) < len(plan.entries) else {}
+    opposed = {names[place]: cosine for place, cosine in directions.opposed(norms, told).items()}
+    return opposed if 2 * (len(opposed) + len(plan.opposed)) < len(plan.entries) else {}
 
 
 def told_of(
     plan: Plan, ranges: Sequence[SignedRange], peer: str, posted: PostedRound
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each reducer but `peer`, and what it tells of this contributor's pairs."""
+    """Each reducer but `peer`, with the cosines that it tells of the contribution of `peer` with each other one."""
     names = [entry.peer for entry in plan.contributors]
     for teller, signed in zip(reducers(plan, posted.num_parts), ranges, strict=True):
         if teller != peer and len(signed.directions) == size(plan) > 0:

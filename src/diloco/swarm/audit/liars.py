@@ -1,4 +1,4 @@
-"""What follows from a proof that a member has lied: it is banned here, and the others are told.
+"""Bans the member that a proof shows to have lied, and passes the proof on to the others.
 
 A proof can be checked by every member, so a worker that is told of one need not trust the teller. Each passes a new
 proof on once; so all that are connected have it within some calls. No member is banned by another's word, whatever
@@ -40,11 +40,11 @@ class Liars:
         self.is_majority: Callable[[int, Collection[str]], bool] = lambda *_: False
         """(round, voters) -> whether these are most of the members that counted for it (protocol/quorum.py)."""
         self.encodings: dict[int, Encoding] = {}
-        """How the contributions to rounds that this worker has posted are encoded, by fragment."""
+        """Fragment -> the encoding of contributions to the rounds that this worker has posted."""
 
-    def compare(self, plan: Plan, some: Sequence[Vote | Certificate]) -> None:
+    def compare(self, plan: Plan, means: Sequence[Vote | Certificate]) -> None:
         """Find and ban the worker that has signed two of several means of one plan."""
-        proof = find_two_ranges(plan, some)
+        proof = find_two_ranges(plan, means)
         if proof is not None:
             self.record(proof, self._two_ranges(proof))
 
@@ -86,7 +86,7 @@ class Liars:
         return Done()
 
     def _two_plans(self, lie: TwoPlans) -> dict[str, str]:
-        """The liars, and why. Raises Malformed."""
+        """Liar -> why the proof holds against it. Raises Malformed."""
         one = lie.one
         other = lie.other
         if one.plan.key != other.plan.key or one.plan.digest == other.plan.digest:
@@ -118,7 +118,8 @@ class Liars:
         return f"it gave workers different means in round {lie.key.sequence}, and has signed both"
 
     def _long_parts(self, lie: LongParts) -> str | None:
-        """None: this worker does not know how such a contribution is encoded."""
+        """Why the proof holds; None if this worker does not know how such a contribution is encoded. Raises
+        Malformed."""
         header = parse_header(0, lie.contribution.header)
         if not self._notary.has_signed_contribution(lie.peer, header.key, lie.contribution, lie.signature):
             raise Malformed(f"a proof against {lie.peer} that proves nothing")
@@ -130,7 +131,7 @@ class Liars:
         return f"its parts in round {header.key.sequence} are longer than its header claims ({header.claim.norm:.3g})"
 
     def record(self, proof: TwoRanges | LongParts, reason: str) -> None:
-        """A proof that is checked, or this worker's own."""
+        """Act on a proof that has been checked, or is this worker's own."""
         self._ban_all(proof, {proof.peer: reason})
 
     def _ban_all(self, proof: TwoRanges | LongParts | TwoPlans, guilty: dict[str, str]) -> None:
@@ -163,7 +164,7 @@ class Liars:
             self._expel(peer, reason)
 
     def ban(self, peer: str, reason: str) -> bool:
-        """A lie that this worker has proof of. Whether it was not banned before."""
+        """Ban a worker for a lie that this worker has proof of; return whether it was not banned before."""
         permissions = self._members.permissions
         if peer in permissions.bans() or peer == self._members.me:
             return False

@@ -1,4 +1,4 @@
-"""Every mean is checked after its round, beside training: has each reducer added up what the others contributed?
+"""Checks every mean after its round, beside training: has each reducer added up what the others contributed?
 
     project   each contributor tells all others the numbers of its parts (projections.py)
     compare   each worker compares them with the numbers of the mean that it has
@@ -68,7 +68,7 @@ class _Counted:
     agreed: Agreed
     posted: PostedRound
     mean: Bytes
-    """Until it is checked."""
+    """The encoded mean; empty once it is checked."""
     processes: dict[str, str]
     """The process of each contributor: one that was restarted has forgotten its parts."""
     numbers: dict[str, Numbers] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class MeanCheck:
         round_.mean = b""
 
     async def _tell_numbers(self, round_: _Counted, own: OwnContribution) -> None:
-        """Those of this worker's own parts."""
+        """Compute the numbers of this worker's own parts, and tell them to the others."""
         posted = round_.posted
         if any(entry.peer == self._me for entry in round_.agreed.plan.contributors):
             await asyncio.shield(own.copying)
@@ -195,7 +195,8 @@ class MeanCheck:
             await self._tell(round_, mine)
 
     async def _compare(self, round_: _Counted) -> list[int | None]:
-        """The parts to open."""
+        """Compare the mean's numbers with the contributions'; return the parts to open, None for one that cannot be
+        chosen."""
         plan = round_.agreed.plan
         posted = round_.posted
         loop = asyncio.get_running_loop()
@@ -233,7 +234,7 @@ class MeanCheck:
             await asyncio.gather(*(self._ask(peer, message) for peer in others))
 
     async def _wait_for_numbers(self, round_: _Counted) -> list[str]:
-        """The live contributors that have told none in time."""
+        """The live contributors that have not told all their numbers in time; the others, if none of these is live."""
         plan = round_.agreed.plan
         end = clock.now() + self._seconds
         for entry in plan.contributors:
@@ -248,7 +249,8 @@ class MeanCheck:
             await asyncio.sleep(timing.NUMBERS_POLL_SECONDS)
 
     def _part_of(self, round_: _Counted, peer: str | None) -> int | None:
-        """A random part that this peer has reduced; None: that any other has."""
+        """A random part of the range of `peer`, or with None of any other worker's range; None if there is no such
+        part."""
         ranges = round_.agreed.plan.ranges(round_.posted.num_parts)
         parts = [part for name, rows in ranges.items() if name != self._me and peer in (None, name) for part in rows]
         return self._random.choice(parts) if parts else None
@@ -263,25 +265,25 @@ class MeanCheck:
         Where more than half of many contributors tell, fewer than half that lie do not decide that.
         """
         names = [entry.peer for entry in plan.contributors]
-        most_tell = 2 * sum(len(one.directions) > 0 for one in ranges) > len(names)
+        most_tell = 2 * sum(len(signed.directions) > 0 for signed in ranges) > len(names)
         if self._me not in names or (most_tell and len(names) > _MOST_COMPARED):
             return
         agreed = Agreed(plan, Certificate(posted.num_parts, ranges, {}))
         round_ = _Counted(agreed, posted, b"", {name: self._process_of(name) for name in names})
         others = [name for name in names if name != self._me and (self._me in opposed or name in opposed)]
-        pairs = [(teller, one) for teller in names for one in others if teller != self._me]
+        pairs = [(teller, other) for teller in names for other in others if teller != self._me]
         task = asyncio.create_task(self._check_directions(round_, pairs))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _far_directions(self, round_: _Counted) -> list[tuple[str, str]]:
-        """Each reducer of whose cosines with this worker one is far from that of the numbers, and the other worker of
-        the pair where it is farthest."""
+        """Each reducer that told a cosine of this worker's pairs which is far from that of the numbers, with the other
+        worker of the pair where it is farthest."""
         plan = round_.agreed.plan
         numbers = round_.numbers
         if not directions.compares(plan) or self._me not in numbers:
             return []
-        found = []
+        far = []
         for teller, told in directions.told_of(plan, round_.agreed.certificate.ranges, self._me, round_.posted):
             distances = {}
             for other, cosine in told.items():
@@ -290,18 +292,18 @@ class MeanCheck:
                 distances[other] = abs(estimate - cosine) - bound
             farthest = max(distances, key=lambda other: distances[other])
             if distances[farthest] > 0:
-                found.append((teller, farthest))
-        return found[:_MAX_OPENED]
+                far.append((teller, farthest))
+        return far[:_MAX_OPENED]
 
     async def _check_directions(self, round_: _Counted, pairs: Sequence[tuple[str, str]]) -> None:
         """Compare this worker's parts with the other's, in the parts that the reducer has compared."""
         plan = round_.agreed.plan
         posted = round_.posted
-        said = dict(directions.told_of(plan, round_.agreed.certificate.ranges, self._me, posted))
+        cosines_of = dict(directions.told_of(plan, round_.agreed.certificate.ranges, self._me, posted))
         for teller, other in pairs:
             entry = plan.entry(other)
             parts = directions.sampled_parts(plan, teller, posted.num_parts)
-            if entry is None or teller not in said or not parts:
+            if entry is None or teller not in cosines_of or not parts:
                 continue
             rows: dict[str, list[bytes]] = {self._me: [], other: []}
             for part in parts:
@@ -314,7 +316,7 @@ class MeanCheck:
             if len(rows[other]) < len(parts):
                 continue
             right = directions.cosine_of(posted, rows[self._me], rows[other])
-            told = said[teller][other]
+            told = cosines_of[teller][other]
             if abs(right - told) > _WRONG_COSINE:
                 reason = (
                     f"round {plan.key.sequence}: it told the cosine {told:.2f} of two contributions, not {right:.2f}"
@@ -354,9 +356,9 @@ class MeanCheck:
             if told is None:
                 continue
             right = projections.project(codec(posted.codec), memoryview(bytearray(data)), 1, sign)
-            for one, wanted in zip(told[part * count : (part + 1) * count].tolist(), right.tolist(), strict=True):
-                if not abs(one - wanted) <= 1e-4 * plan.longest + 1e-3 * abs(wanted):
-                    self._liars.record_unproved(peer, f"its number of part {part} is {one:.3g}, not {wanted:.3g}")
+            for number, wanted in zip(told[part * count : (part + 1) * count].tolist(), right.tolist(), strict=True):
+                if not abs(number - wanted) <= 1e-4 * plan.longest + 1e-3 * abs(wanted):
+                    self._liars.record_unproved(peer, f"its number of part {part} is {number:.3g}, not {wanted:.3g}")
                     break
 
     async def _shown_part(self, round_: _Counted, peer: str, root: bytes, part: int) -> bytes | None:
@@ -380,10 +382,10 @@ class MeanCheck:
         if len(answer.data) != round_.posted.contribution.num_bytes // round_.posted.num_parts:
             self._liars.record_unproved(peer, "it is bound to a part of another size")
             return None
-        found = merkle.leaves(memoryview(answer.data), len(answer.data))
+        leaves = merkle.leaves(memoryview(answer.data), len(answer.data))
         total = round_.posted.num_parts
         try:
-            if merkle.root_from(found, range(part, part + 1), total, answer.proof) == root:
+            if merkle.root_from(leaves, range(part, part + 1), total, answer.proof) == root:
                 return answer.data
         except Malformed as problem:
             logger.info("%s: %s", peer, problem)
@@ -393,8 +395,8 @@ class MeanCheck:
     def _is_old(self, round_: _Counted) -> bool:
         """Whether honest workers may no longer keep their contributions to this round: half are far past it."""
         later = round_.posted.key.sequence + num_kept(round_.posted.contribution.num_bytes)
-        there = [self._members.status, *(peer.status for peer in self._members.with_state())]
-        return len(there) <= 2 * sum(status.has_posted(later) for status in there)
+        statuses = [self._members.status, *(peer.status for peer in self._members.with_state())]
+        return len(statuses) <= 2 * sum(status.has_posted(later) for status in statuses)
 
     def _process_of(self, peer: str) -> str:
         known = self._members.peers.get(peer)

@@ -52,12 +52,12 @@ class Tree(list[bytes]):
 
 def leaves(data: memoryview, part_bytes: int) -> list[bytes]:
     """The digests of whole parts."""
-    found = []
+    digests = []
     for first in range(0, len(data), max(1, part_bytes)):
         leaf = hashlib.sha256(b"\0")
         leaf.update(data[first : first + part_bytes])
-        found.append(leaf.digest())
-    return found
+        digests.append(leaf.digest())
+    return digests
 
 
 def root(of: Sequence[bytes]) -> bytes:
@@ -65,7 +65,7 @@ def root(of: Sequence[bytes]) -> bytes:
 
 
 def prove(of: Sequence[bytes], rows: range) -> bytes:
-    """What a receiver of the parts `rows` needs besides them to compute the root."""
+    """The proof of the parts `rows`: the digests that a receiver of these parts needs to compute the root."""
     return b"".join(_beside(of, rows, 0, len(of)))
 
 
@@ -84,7 +84,7 @@ def root_from(found: Sequence[bytes], rows: range, total: int, proof: bytes) -> 
 
 
 def narrow(found: Sequence[bytes], rows: range, part: int, total: int, proof: bytes) -> bytes:
-    """The proof of one part, of the parts `rows` whose proof this is."""
+    """The proof of one part, made from `proof`, which is that of the parts `rows`."""
     beside = iter(proof[first : first + DIGEST_BYTES] for first in range(0, len(proof), DIGEST_BYTES))
     outside: dict[tuple[int, int], bytes] = {}
 

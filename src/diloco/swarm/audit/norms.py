@@ -16,7 +16,7 @@ from diloco.swarm.trainer import PostedRound
 
 
 class Encoding(NamedTuple):
-    """How the contributions to a fragment's rounds are encoded, the same by all workers of a run."""
+    """The encoding of the contributions to a fragment's rounds, the same for all workers of a run."""
 
     layout_digest: str
     codec: str
@@ -46,7 +46,9 @@ def are_long(lie: LongParts, encoding: Encoding) -> bool:
     used = codec(encoding.codec)
     width = used.part_bytes(encoding.part_elements)
     total = encoding.num_parts
-    if len({shown.part for shown in lie.parts}) != len(lie.parts) or any(len(one.data) != width for one in lie.parts):
+    if len({shown.part for shown in lie.parts}) != len(lie.parts) or any(
+        len(shown.data) != width for shown in lie.parts
+    ):
         return False
     for shown in lie.parts:
         leaf = merkle.leaves(memoryview(shown.data), width)
@@ -69,7 +71,8 @@ class NormCheck:
         """The squared norm of the parts that have arrived from each contributor."""
 
     def add(self, squares: list[float]) -> tuple[str, str] | None:
-        """More parts of each contributor. One that has sent more than the norm in its header, and the reason why."""
+        """Add the squared norms of more parts, one for each contributor. Returns a contributor that has now sent more
+        than the norm in its header, and the reason to give."""
         for entry, square in zip(self._plan.contributors, squares, strict=True):
             claimed = entry.parsed.claim.norm
             total = self._squares[entry.peer] = self._squares[entry.peer] + square
@@ -79,7 +82,8 @@ class NormCheck:
         return None
 
     def fault_of_mean(self, squares: float) -> str | None:
-        """A mean is finite, and never longer than the longest contribution in it."""
+        """The fault of a reducer's part of the mean, if it has one: a mean is finite, and never longer than the longest
+        contribution in it."""
         longest = self._plan.longest
         slack = self._codec.norm_slack * self._codec.for_means.norm_slack
         if math.isfinite(squares) and math.sqrt(squares) <= longest * slack:

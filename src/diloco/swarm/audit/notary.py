@@ -49,7 +49,8 @@ class Notary:
         return sign(self._seed, purpose, _statement(self._run, key, plan, digest))
 
     def sign_contribution(self, key: RoundKey, contribution: PresentWorker) -> bytes:
-        """Goes with the parts: a reducer that finds them longer than the header claims can prove it to others."""
+        """The signature that goes with the parts: with it a reducer that finds them longer than the header claims can
+        prove that to others."""
         return self._sign("contribution", key, contribution.header, contribution.root)
 
     # Checking
@@ -83,21 +84,21 @@ class Notary:
             )
 
     def check_mean(self, plan: Plan, certificate: Certificate, mean: Bytes) -> None:
-        """The bytes that have arrived are those that were voted for; raises Malformed."""
+        """Raises Malformed unless the bytes that have arrived are those that were voted for."""
         parts = certificate.num_parts
         digests = range_digests(plan, parts, mean) if not parts or len(mean) % parts == 0 else []
-        if digests != [one.digest for one in certificate.ranges]:
+        if digests != [signed.digest for signed in certificate.ranges]:
             raise Malformed(f"a mean of round {plan.key.sequence} that is not the one that was voted for")
 
     def has_signed_contribution(self, peer: str, key: RoundKey, contribution: PresentWorker, signature: bytes) -> bool:
         return self._has_signed(peer, signature, "contribution", key, contribution.header, contribution.root)
 
     def is_proof(self, proof: TwoRanges) -> bool:
-        signed = (proof.one, proof.other)
-        told = [one.digest + one.directions for one in signed]
-        return told[0] != told[1] and all(
-            self._has_signed(proof.peer, one.signature, "range", proof.key, proof.plan, data)
-            for one, data in zip(signed, told, strict=True)
+        ranges = (proof.one, proof.other)
+        statements = [signed.digest + signed.directions for signed in ranges]
+        return statements[0] != statements[1] and all(
+            self._has_signed(proof.peer, signed.signature, "range", proof.key, proof.plan, statement)
+            for signed, statement in zip(ranges, statements, strict=True)
         )
 
     def check_ranges(self, plan: Plan, num_parts: int, ranges: Sequence[SignedRange]) -> None:
@@ -121,7 +122,7 @@ def _statement(run: str, key: RoundKey, plan: bytes, digest: bytes) -> bytes:
 
 @lru_cache(maxsize=8192)
 def _is_signed_by(peer: str, signature: bytes, purpose: Purpose, data: bytes) -> bool:
-    """Kept: the votes of a round have the same ranges."""
+    """Cached, since the votes of a round have the same ranges."""
     try:
         return is_signed(public_key_of(peer), signature, purpose, data)
     except (ValueError, ConfigError):

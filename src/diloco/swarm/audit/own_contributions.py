@@ -25,7 +25,8 @@ _THREADS = 2
 
 
 def num_kept(num_bytes: int) -> int:
-    """A contribution of this size is kept for so many rounds: 256 MiB of equal ones, and two in any case."""
+    """The number of rounds for which a contribution of this size is kept: 256 MiB of equal ones, and two in any
+    case."""
     return max(2, min(_MOST_KEPT, _MOST_BYTES // max(1, num_bytes)))
 
 
@@ -62,11 +63,11 @@ class OwnContributions:
         self._kept: list[OwnContribution] = []
 
     def keep(self, plan: Plan, posted: PostedRound, leaves: merkle.Tree) -> OwnContribution:
-        """The posted memory must not change before `copied`."""
-        own = next((one for one in self._kept if one.leaves is leaves), None)
+        """Keep a copy of the contribution, under this plan too. The posted memory must not change before `copied`."""
+        own = next((kept for kept in self._kept if kept.leaves is leaves), None)
         if own is None:
             sequence = posted.key.sequence
-            self._kept = [one for one in self._kept if abs(sequence - one.sequence) < num_kept(len(one.data))]
+            self._kept = [kept for kept in self._kept if abs(sequence - kept.sequence) < num_kept(len(kept.data))]
             data = blank(posted.contribution.num_bytes)
             copying = asyncio.get_running_loop().run_in_executor(None, _copy, data, posted.contribution.view)
             own = OwnContribution(sequence, leaves, data, copying)
@@ -76,13 +77,13 @@ class OwnContributions:
         return own
 
     async def find(self, plan: bytes) -> OwnContribution | None:
-        own = next((one for one in self._kept if plan in one.plans), None)
+        own = next((kept for kept in self._kept if plan in kept.plans), None)
         if own is not None:
             await asyncio.shield(own.copying)
         return own
 
     async def copied(self) -> None:
-        """The trainer may write into the memory of all rounds."""
+        """Returns when the trainer may write into the memory of all rounds."""
         await asyncio.gather(*(asyncio.shield(own.copying) for own in self._kept if not own.copying.done()))
 
 

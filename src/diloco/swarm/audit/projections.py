@@ -1,4 +1,4 @@
-"""Projections: a number or some for each part of a vector, by which a mean can be checked without the contributions.
+"""Projections: one number or four for each part of a vector, by which a mean can be checked without the contributions.
 
 All elements of a part are added up, each with a random sign. The mean's number is the weighted mean of the
 contributions' numbers, but for what its codec and fp32 round. The signs are drawn from the digest of the mean, so they
@@ -40,7 +40,7 @@ _DEVIATIONS = 5.0
 _LOST_SHARE = 0.05  # of the norm of a part: what a codec with large steps turns into zeros
 _FP32_SHARE = 1e-5  # of the longest contribution
 CLIPPED_NUMBERS = 4
-"""For each part of a clipped mean."""
+"""The numbers of each part of a clipped mean."""
 _LEAST_DISTANCE = 0.1
 _USUAL_DISTANCES = 6.0
 _FEWEST_NUMBERS = 16
@@ -55,7 +55,7 @@ def signs(mean_digest: bytes, elements: int, count: int = 1) -> Tensor:
 
 
 def miss_probability(wrong_by: float, threshold: float) -> float:
-    """That a part of a clipped mean which is wrong by so many times its norm is not suspected."""
+    """The probability that a part of a clipped mean which is wrong by `wrong_by` times its norm is not suspected."""
     half = 2 * (threshold / wrong_by) ** 2
     return 1 - math.exp(-half) * (1 + half)
 
@@ -73,12 +73,12 @@ def project_mean(codec: Codec, mean: memoryview, num_parts: int, sign: Tensor) -
     lost = 0.0 if codec.lossless else _LOST_SHARE
 
     def error(values: Tensor) -> Tensor:
-        found: Tensor = codec.error_norm(values) + lost * torch.linalg.vector_norm(values, dim=1)
-        return found
+        bound: Tensor = codec.error_norm(values) + lost * torch.linalg.vector_norm(values, dim=1)
+        return bound
 
     def norm(values: Tensor) -> Tensor:
-        found: Tensor = torch.linalg.vector_norm(values, dim=1)
-        return found
+        norms: Tensor = torch.linalg.vector_norm(values, dim=1)
+        return norms
 
     numbers, errors, norms = _map(codec, mean, num_parts, len(sign), lambda values: _project(values, sign), error, norm)
     return numbers.reshape(-1), errors[:, 0], norms[:, 0]
@@ -98,14 +98,14 @@ def suspects(plan: Plan, wanted: Numbers, numbers: Numbers, error: Numbers) -> l
     distance = np.maximum(np.abs(wanted.astype(np.float64) - numbers) - _FP32_SHARE * plan.longest, 0)
     excess = np.divide(distance, error, out=np.where(distance > 0, np.inf, 0.0), where=error > 0)
     excess[np.isnan(excess)] = np.inf
-    found = []
+    worst = []
     for rows in plan.ranges(len(numbers)).values():
         if count := len(rows):
-            here = excess[rows.start : rows.stop]
+            in_range = excess[rows.start : rows.stop]
             most = 1 + 8 / count**0.5 + 20 / count
-            if here.max() > _DEVIATIONS or float(np.mean(here**2)) > most:
-                found.append(rows.start + int(here.argmax()))
-    return sorted(found, key=lambda part: -excess[part])
+            if in_range.max() > _DEVIATIONS or float(np.mean(in_range**2)) > most:
+                worst.append(rows.start + int(in_range.argmax()))
+    return sorted(worst, key=lambda part: -excess[part])
 
 
 def estimate_norm(numbers: Numbers, count: int) -> float | None:
@@ -138,8 +138,8 @@ def clipped_suspects(
     parts = len(norms)
     scales = decision.scales or (1.0,) * len(plan.contributors)
     given = [
-        told[entry.peer].astype(np.float64).reshape(parts, -1) * s
-        for entry, s in zip(plan.contributors, scales, strict=True)
+        told[entry.peer].astype(np.float64).reshape(parts, -1) * scale
+        for entry, scale in zip(plan.contributors, scales, strict=True)
     ]
     weights = decision.weights
     nearest = np.full(parts, np.inf)
@@ -170,22 +170,22 @@ def expected(plan: Plan, numbers: dict[str, Numbers]) -> Numbers:
     scales = decision.scales or (1.0,) * len(plan.contributors)
     terms = zip(plan.contributors, decision.weights, scales, strict=True)
     total = sum(numbers[entry.peer].astype(np.float64) * weight * scale for entry, weight, scale in terms)
-    found: Numbers = np.asarray(total / sum(decision.weights), np.float32)
-    return found
+    wanted: Numbers = np.asarray(total / sum(decision.weights), np.float32)
+    return wanted
 
 
 def _map(
     codec: Codec, data: memoryview, num_parts: int, part_elements: int, *functions: Callable[[Tensor], Tensor]
 ) -> list[Numbers]:
-    """What each function says of each part."""
+    """The values of each function over all parts: for each function [parts, …]."""
     width = len(data) // max(1, num_parts)
     rows = max(1, _ROWS_ELEMENTS // part_elements)
-    found: list[list[Numbers]] = [[] for _ in functions]
+    pieces: list[list[Numbers]] = [[] for _ in functions]
     for first in range(0, num_parts, rows):
         last = min(num_parts, first + rows)
         encoded = torch.frombuffer(data[first * width : last * width], dtype=torch.uint8).view(last - first, -1)
         values = scratch("decoded", (last - first, part_elements), encoded.device)
         codec.decode(encoded, values)
-        for numbers, function in zip(found, functions, strict=True):
+        for numbers, function in zip(pieces, functions, strict=True):
             numbers.append(function(values).reshape(last - first, -1).numpy())
-    return [np.concatenate(numbers) if numbers else np.zeros((0, 1), np.float32) for numbers in found]
+    return [np.concatenate(numbers) if numbers else np.zeros((0, 1), np.float32) for numbers in pieces]

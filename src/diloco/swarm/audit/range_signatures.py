@@ -20,7 +20,7 @@ class RangeSignatures:
         self._signed: dict[str, SignedRange] = {}
 
     def add(self, reducer: str, parts: memoryview) -> None:
-        """The next whole parts of its range."""
+        """Take in the next whole parts of a reducer's range."""
         self._digests[reducer].add(parts)
 
     def sign(self, me: str, directions: bytes) -> None:
@@ -28,12 +28,13 @@ class RangeSignatures:
         self._signed[me] = self._notary.sign_range(self._plan, self._digests[me].digest(), directions)
 
     def own(self, me: str) -> bytes:
-        """Directions and signature."""
+        """This worker's directions and signature, as `record` reads them."""
         signed = self._signed[me]
         return signed.directions + signed.signature
 
     def record(self, reducer: str, told: bytes) -> None:
-        """The range is whole, and its reducer says that these are directions and its signature. Raises Malformed."""
+        """Take in a reducer's directions and signature, once its range is whole. Raises Malformed if they do not fit
+        it."""
         directions = told[:-SIGNATURE_BYTES]
         signature = told[-SIGNATURE_BYTES:]
         signed = SignedRange(self._digests[reducer].digest(), signature, directions)
@@ -47,5 +48,5 @@ class RangeSignatures:
         return tuple(self._signed[peer] for peer in self._digests if peer in self._signed)
 
     def vote(self) -> Vote:
-        """For the whole mean."""
+        """This worker's vote for the whole mean."""
         return self._notary.vote(self._plan, self._num_parts, self.ranges)

@@ -45,8 +45,9 @@ class Witnesses:
         self._last: tuple[weakref.ref[SharedMemory], bytes] | None = None
         self._task: asyncio.Task[None] | None = None
         self._taken_at = -timing.WITNESS_PAUSE_SECONDS
-        self._taken_of, self._takes = (-1, -1), 0
-        """The last round that had ended when states were last taken for others, the next one, and how many were."""
+        self._taken_of = (-1, -1)
+        self._takes = 0
+        """The snapshots that were taken for others at `_taken_of`: (the last round that had ended, the next one)."""
         self._random = random.Random(members.me)
 
     # As a witness
@@ -80,16 +81,16 @@ class Witnesses:
             self._taken_at = clock.now()
 
     async def digest(self, snapshot: Snapshot, *, own: bool) -> bytes:
-        """Raises Malformed."""
+        """The digest of a snapshot; `own`: it is this worker's, and is kept for others. Raises Malformed."""
         if own and self._last is not None and self._last[0]() is snapshot.data:  # several joiners share one
             return self._last[1]
-        found = await asyncio.get_running_loop().run_in_executor(None, state_digest, snapshot)
+        digest = await asyncio.get_running_loop().run_in_executor(None, state_digest, snapshot)
         if own:
-            self._last = (weakref.ref(snapshot.data), found)
-            self._known[snapshot.numbers["sequence"]] = found
+            self._last = (weakref.ref(snapshot.data), digest)
+            self._known[snapshot.numbers["sequence"]] = digest
             while len(self._known) > _KEPT:
                 del self._known[min(self._known)]
-        return found
+        return digest
 
     def forget(self) -> None:
         """This worker takes over another state."""
@@ -120,11 +121,11 @@ class Witnesses:
         patience = self._members.settings.lost_seconds
         asked = dict[asyncio.Task[bytes | None], str]()
         waiting = set[asyncio.Task[bytes | None]]()
-        found = dict[str, bytes]()
+        digests = dict[str, bytes]()
         quiet = 0
         try:
             while True:
-                same = 1 + sum(other == digest for other in found.values())
+                same = 1 + sum(other == digest for other in digests.values())
                 missing = (1 + len(names)) // 2 + 1 - same
                 for _ in range(missing + quiet - len(waiting)):
                     if rest:
@@ -132,10 +133,10 @@ class Witnesses:
                         asked[task] = rest.pop(0)
                         waiting.add(task)
                 if missing <= 0 or len(waiting) + len(rest) < missing:
-                    return found
+                    return digests
                 done, waiting = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 quiet += not done
-                found |= {asked[task]: told for task in done if (told := task.result()) is not None}
+                digests |= {asked[task]: told for task in done if (told := task.result()) is not None}
         finally:
             for task in waiting:
                 task.cancel()
@@ -215,7 +216,7 @@ def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
 def _place(tensor: object, size: int) -> tuple[int, int]:
     if isinstance(tensor, Mapping) and {"dtype", "shape", "data_offsets"} <= tensor.keys():
         offsets = tensor["data_offsets"]
-        if isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(one, int) for one in offsets):
+        if isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(offset, int) for offset in offsets):
             first, last = offsets
             if 0 <= first <= last <= size:
                 return first, last

@@ -17,6 +17,7 @@ from diloco.atomic_files import PartialFile, replace_file
 from diloco.errors import EngineError
 from diloco.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
 from diloco.swarm.node.frames import read_frame, write_frame
+from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.messages import FileHead, NotHere, OpenFile, decode
 from diloco.swarm.protocol.wire import Malformed, encode
 
@@ -121,7 +122,7 @@ async def _fetch_from(
     stream = await transport.open_stream(peer, stall_seconds)
     try:
         await write_frame(stream, encode(OpenFile(name)), stall_seconds)
-        head = decode(await read_frame(stream, 1 << 12, 4 * stall_seconds))
+        head = decode(await read_frame(stream, 1 << 12, timing.HEAD_SHARE * stall_seconds))
         if not isinstance(head, FileHead):
             return None
         size = head.size

@@ -23,7 +23,7 @@ async def read_frame(stream: Stream, limit: int, seconds: float) -> bytes:
 
 
 class Quiet(Unreachable):
-    """The peer is there, and sends no data."""
+    """The peer is live, and sends no data."""
 
 
 class DataFrames:

@@ -119,9 +119,9 @@ class Guest:
     def remember(self, path: Path) -> None:
         """Write the members' addresses into a peers.json."""
         known = [
-            KnownPeer(one.peer, one.number if one.number >= 0 else None, one.addresses, seen=time.time())
-            for one in self.status().members
-            if one.live
+            KnownPeer(member.peer, member.number if member.number >= 0 else None, member.addresses, seen=time.time())
+            for member in self.status().members
+            if member.live
         ]
         write_peers(path, known)
 
@@ -131,10 +131,10 @@ class Guest:
         key = Path(self._folder.name) / "guest.key"
         self._transport = await P2pdTransport.create(key, protocol_of(self._invitation.run_id), self._network)
         await self._transport.serve(_refuse_call, _refuse_stream)
-        at: dict[str, list[str]] = {}
+        addresses_of: dict[str, list[str]] = {}
         for address in self._invitation.addresses:
-            at.setdefault(address.rpartition("/p2p/")[2], []).append(address)
-        problems = await self._greet_all(at)
+            addresses_of.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+        problems = await self._greet_all(addresses_of)
         if not self._hosts:
             refused = next((problem for problem in problems if isinstance(problem, CallRefused)), None)
             if refused is not None and refused.code in NOT_ADMITTED:
@@ -148,9 +148,9 @@ class Guest:
                 f"see {command('doctor', '-')}"
             )
 
-    async def _greet_all(self, at: dict[str, list[str]]) -> list[Exception | None]:
-        """Members that are silent are not waited for when others have admitted this guest."""
-        greetings = [asyncio.create_task(self._greet(peer, addresses)) for peer, addresses in at.items()]
+    async def _greet_all(self, addresses_of: dict[str, list[str]]) -> list[Exception | None]:
+        """Say hello to all members at once; silent ones are not waited for when others have admitted this guest."""
+        greetings = [asyncio.create_task(self._greet(peer, addresses)) for peer, addresses in addresses_of.items()]
         done = set[asyncio.Task[Exception | None]]()
         waiting = set(greetings)
         while waiting:

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 _MAX_SILENT = 256
 """Silent peers that are called for ever."""
 _RETURNS_AT_ONCE, _RETURNS_PER_SECOND = 8.0, 1 / 60
-"""How often a member that has said goodbye may say hello again. Each return and each goodbye is an event on every
-member's disk, and changes what the members share out."""
+"""The hellos that a member may say after its goodbyes. Each return and each goodbye is an event on every member's disk,
+and changes what the members share out."""
 
 
 class Heartbeats:
@@ -46,7 +46,7 @@ class Heartbeats:
         self.ended_plan: Callable[[int], bytes] = lambda _: b""
         """The beginning of the digest of the plan that a round has ended with here (node/outcomes.py)."""
         self.on_other_end: Callable[[str, int], None] = lambda *_: None
-        """(peer, round): it has ended this round with another plan."""
+        """Called with a peer and a round that the peer has ended with another plan."""
 
     # Hello: from then on both peers know each other
 
@@ -99,7 +99,7 @@ class Heartbeats:
         self.members.take_seats(name, hello.seats)
 
     def _known(self) -> list[Peer]:
-        """Those to name to others: of peers that this node has heard itself, since others may be invented."""
+        """The peers to name to others: only those that this node has heard itself, since others may be invented."""
         now = clock.now()
         return [
             peer
@@ -110,7 +110,7 @@ class Heartbeats:
     # Beats
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Exchange heartbeats, until cancelled."""
         last = clock.now()
         while True:
             now = clock.now()
@@ -124,7 +124,7 @@ class Heartbeats:
             await asyncio.sleep(timing.TICK_SECONDS)
 
     def _forget_some(self) -> None:
-        """Those that have been silent for longest, if there are too many."""
+        """Forget the peers that have been silent for longest, if there are too many."""
         silent = [peer for peer in self.members.peers.values() if not peer.live and peer.lost_at]
         for peer in sorted(silent, key=lambda peer: peer.lost_at)[: max(0, len(silent) - _MAX_SILENT)]:
             del self.members.peers[peer.name]
@@ -135,15 +135,15 @@ class Heartbeats:
                 self.members.peers.pop(peer.name, None)
             return
         # The peer with the lower name begins; the other one begins only if it hears nothing.
-        due = self.settings.beat_seconds * (1.0 if self.members.me < peer.name else 1.6)
+        due = self.settings.beat_seconds * (1.0 if self.members.me < peer.name else timing.SECOND_CALLER_SHARE)
         heard_at = max(peer.heard_at, self.transport.heard_at(peer.name))  # beats may wait behind a transfer
         if peer.live and now - heard_at > self.settings.lost_seconds:
             self.members.record_lost(peer, f"silent for {self.settings.lost_seconds:g} s")
             # Its connection may be to a frozen process, while another one has taken that one's place.
             self._start(self.transport.disconnect(peer.name))
         if not peer.live:
-            often = min(timing.LONGEST_REDIAL_SECONDS, (now - peer.lost_at) / 10)
-            due = max(self.settings.lost_seconds, often) if peer.lost_at else 0.0
+            redial = min(timing.LONGEST_REDIAL_SECONDS, (now - peer.lost_at) / timing.REDIAL_DIVISOR)
+            due = max(self.settings.lost_seconds, redial) if peer.lost_at else 0.0
         if not peer.heard_at and peer.lost_at and now - peer.lost_at > timing.FORGET_SECONDS:
             del self.members.peers[peer.name]  # named by others, and never heard
         elif now - max(peer.heard_at, peer.asked_at) >= due:
@@ -217,10 +217,15 @@ class Heartbeats:
                 peer.heard_at = clock.now()
 
     def _beat_for(self, peer: Peer) -> Beat:
-        """With the members that are live here and unknown to the peer, as far as it has reported what it knows."""
+        """This node's heartbeat for a peer, with the live members that the peer does not know, once it has reported
+        any."""
         members = self.members
         live = [other for other in self._known() if other.live]
-        unknown = [o for o in live if o is not peer and peer.knows is not None and o.name[-8:] not in peer.knows]
+        unknown = [
+            other
+            for other in live
+            if other is not peer and peer.knows is not None and other.name[-8:] not in peer.knows
+        ]
         return Beat(
             status=members.status,
             addresses=members.addresses[:MAX_ADDRESSES],
@@ -248,13 +253,13 @@ class Heartbeats:
         return answer
 
     async def say_goodbye(self, seconds: float) -> None:
-        async def to(peer: Peer) -> None:
+        async def tell(peer: Peer) -> None:
             try:
                 await self._call(peer.name, Goodbye(), seconds)
             except (Unreachable, CallRefused) as problem:
                 logger.debug("%s was not told goodbye: %s", peer.name, problem)
 
-        await asyncio.gather(*(to(peer) for peer in self.members.peers.values() if peer.live))
+        await asyncio.gather(*(tell(peer) for peer in self.members.peers.values() if peer.live))
 
     async def _call(self, name: str, request: PeerMessage, seconds: float) -> bytes:
         data = encode(request) if isinstance(request, Hello) else addressed(self.members, name, request)

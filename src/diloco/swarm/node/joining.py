@@ -61,8 +61,8 @@ async def join(heartbeats: Heartbeats) -> None:
 
 
 def save(members: Members) -> None:
-    """For this worker's next start: its number, the peers that it has banned with the seats that they have used up,
-    and the process that this one was."""
+    """Save what this worker's next start needs: its number, the peers that it has banned with the seats that they have
+    used up, and the name of this process."""
     status = members.status
     permissions = members.permissions
     credentials = {peer: permissions.credential_of(peer) for peer in permissions.bans()}
@@ -83,7 +83,7 @@ def _read_saved(settings: Settings) -> dict[str, Any]:
 
 
 def _known_addresses(members: Members) -> dict[str, list[str]]:
-    """Peer -> addresses."""
+    """Peer -> the addresses of it in the invitation and in peers.json."""
     known: dict[str, list[str]] = {}
     invitation = _own_invitation(members.settings)
     met = [address for peer in read_peers(members.settings.path(PEERS_FILE)) for address in peer.addresses]
@@ -100,8 +100,8 @@ def _own_invitation(settings: Settings) -> Invitation:
 
 
 def _vouch_for_own(members: Members) -> None:
-    """For the peers of this worker's own invitation, and for those of peers.json that have said hello to a worker here.
-    What other members have told (`diloco join` saves their addresses too) is not this machine's own word."""
+    """Vouch for the peers of this worker's own invitation, and for those of peers.json that have said hello here. What
+    other members have told (`diloco join` saves their addresses too) is not this machine's own word."""
     met = [peer.peer for peer in read_peers(members.settings.path(PEERS_FILE)) if peer.invitation is not None]
     members.permissions.vouch_for([*_own_invitation(members.settings).peers, *met])
 
@@ -111,7 +111,8 @@ async def _find_member(heartbeats: Heartbeats) -> bool:
     members = heartbeats.members
     founder = heartbeats.settings.founder
     end = clock.now() + (timing.FOUNDER_SEARCH_SECONDS if founder else timing.SEARCH_SECONDS)
-    last = clock.now() + max(timing.SEARCH_SECONDS, 3 * heartbeats.settings.lost_seconds)  # while a member answers
+    admission_seconds = max(timing.SEARCH_SECONDS, timing.ADMISSION_SHARE * heartbeats.settings.lost_seconds)
+    last = clock.now() + admission_seconds  # while a member answers
     while True:
         known = _known_addresses(members)
         called = [peer for peer in members.peers.values() if peer.heard_at]
@@ -160,7 +161,7 @@ def _check_admitted(problems: list[Exception | None]) -> None:
 
 
 async def look_for_others(heartbeats: Heartbeats) -> None:
-    """For ever, less and less often: the peers of the invitation and of peers.json that are not known as members.
+    """Call the peers of the invitation and of peers.json that are no known members: for ever, less and less often.
 
     A worker that began alone, or a side of a split that has forgotten the other, finds the rest so.
     """
@@ -171,12 +172,13 @@ async def look_for_others(heartbeats: Heartbeats) -> None:
         known = {peer: where for peer, where in _known_addresses(members).items() if peer not in members.peers}
         _vouch_for_own(members)
         problems = await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in known.items()))
-        found = any(problem is None for problem in problems)
-        pause = timing.LOOK_SECONDS if found else min(timing.LONGEST_LOOK_SECONDS, 1.5 * pause)
+        has_found = any(problem is None for problem in problems)
+        longer = min(timing.LONGEST_LOOK_SECONDS, timing.LOOK_GROWTH * pause)
+        pause = timing.LOOK_SECONDS if has_found else longer
 
 
 async def settle_number(heartbeats: Heartbeats) -> bool:
-    """Ask for another number if another live worker has this one's too; whether there is a new one."""
+    """Ask for another number if another live worker has this one's too; return whether there is a new one."""
     members = heartbeats.members
     leader = members.leader()
     if not clashes(members, members.me) or leader in (None, members.me):
@@ -207,10 +209,8 @@ def _tell_renumbered(members: Members, before: int, number: int) -> None:
 async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:
     """Ask the leader; the members agree on which one leads within some beats."""
     members = heartbeats.members
-    end, problem = (
-        clock.now() + timing.SEARCH_SECONDS,
-        "no worker leads it: none that is known has the state of the run",
-    )
+    end = clock.now() + timing.SEARCH_SECONDS
+    problem = "no worker leads it: none that is known has the state of the run"
     while clock.now() < end:
         leader = members.leader()
         if leader is not None and leader != members.me:

@@ -32,12 +32,14 @@ class Leader:
         self.quarrels = Quarrels(self.members.me)
         self._rounds: dict[int, LedRound] = {}
         self._usual_seconds: deque[float] = deque(maxlen=5)
-        """From the end of a round until half of the workers were ready for the next one."""
+        """The seconds from the end of a round until half of the workers were ready for the next one, in the last
+        rounds."""
         self._started = clock.now()
         self._last_end: float | None = None
         """When a round last ended, led here or elsewhere."""
         self._too_few: dict[str, int] = {}
-        """Workers that are to be told so, and their round: no plan could be made, as too few were left in it."""
+        """Worker -> the round for which no plan could be made, as too few were left; it is told so when it asks
+        again."""
 
     # Messages of workers
 
@@ -103,7 +105,8 @@ class Leader:
         self.members.changed()
 
     def record_end_elsewhere(self, sequence: int) -> None:
-        """This worker has ended a round that another leads: should that one be lost, this node knows what is usual."""
+        """This worker has ended a round that another leads: if that leader is lost, this node knows how long rounds
+        take."""
         own = self.participant.rounds.get(sequence)
         if own is None or sequence in self._rounds:
             return
@@ -118,7 +121,7 @@ class Leader:
         return {sequence: led.phase.value for sequence, led in self._rounds.items()}
 
     async def wait_for_earlier(self, sequence: int) -> bool:
-        """Rounds end in their order, also if several overlap. Whether there was one to wait for."""
+        """Wait until no earlier round is led here: rounds end in their order. Return whether there was one."""
         waited = False
         while any(other < sequence for other in self._rounds):
             waited = True

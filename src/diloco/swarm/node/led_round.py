@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Leading(Protocol):
-    """What a led round needs of leader.py."""
+    """The part of `Leader` (leader.py) that a led round needs."""
 
     participant: Participant
     shares: Shares
@@ -90,7 +90,8 @@ class LedRound(LedRoundState):
         self._waking.changed()
 
     def record_opposed(self, message: Opposed) -> None:
-        """What the reducers have signed tells it, and any worker can pass that on. Raises Malformed."""
+        """Find the opposed contributions from what the reducers have signed, which any worker may pass on. Raises
+        Malformed."""
         assert self.plan is not None
         self._outcomes.notary.check_ranges(self.plan, message.num_parts, message.ranges)
         self.opposed |= find_opposed(self.plan, message.num_parts, message.ranges).keys()
@@ -115,7 +116,8 @@ class LedRound(LedRoundState):
     # Inquire
 
     async def _inquire(self) -> bool:
-        """Whether the round has ended, with a mean that some workers have already."""
+        """Ask all members for the state of the round; return whether this has ended it, with the plan of an earlier
+        leader."""
         answers = await inquire_in_turn(self._participant, self.key, self.authority, self._leader.wait_for_earlier)
         if (plan := answers.plan) is not None:
             self._outcomes.liars.compare(plan, list(answers.votes(plan).values()))
@@ -193,7 +195,7 @@ class LedRound(LedRoundState):
                 offer.cancel()
 
     async def _judge_troubles(self, plan: Plan) -> Dropped | None:
-        """What follows from the reports of the plan's workers about each other, if there are any."""
+        """Judge the reports of the plan's workers about each other; None: go on."""
         if not self.troubles.reported:
             return None
         if self.troubles.accused(plan):
@@ -208,7 +210,7 @@ class LedRound(LedRoundState):
         return dropped
 
     async def _offer(self, plan: Plan, peer: str, refusals: dict[str, object]) -> None:
-        """Again and again, until the worker has answered."""
+        """Send the plan to a worker, again and again, until it has answered."""
         answer: object = None
         while answer is None:
             try:
@@ -229,12 +231,14 @@ class LedRound(LedRoundState):
     async def _commit(self, plan: Plan, certificate: Certificate) -> None:
         """Tell all other workers first, and count the mean here when at least one of them has answered."""
         self.phase = LeadPhase.COMMITTING
-        others = [e.peer for e in plan.entries if e.peer != self._members.me and self._members.is_live(e.peer)]
+        others = [
+            entry.peer for entry in plan.entries if entry.peer != self._members.me and self._members.is_live(entry.peer)
+        ]
         self._quarrels.settle([entry.peer for entry in plan.entries])
         commit = Commit(self.key.sequence, self.authority, plan.digest, certificate)
         commits = [asyncio.create_task(self._participant.ask_all(self.key.sequence, [peer], commit)) for peer in others]
-        for next_one in asyncio.as_completed(commits):
-            answers = await next_one
+        for commit_answers in asyncio.as_completed(commits):
+            answers = await commit_answers
             if any(isinstance(answer, Superseded) for answer in answers.values()):
                 raise SteppedDown("another worker leads it now")
             if answers:
@@ -285,8 +289,8 @@ async def inquire(participant: Participant, key: RoundKey, authority: Authority)
         if seen is not None and seen.leader >= authority.leader:
             authority = authority._replace(term=seen.term + 1)
         elif participant.outcomes.quorum.is_majority(answers):
-            posted = {peer: one for peer, one in answers.items() if isinstance(one, Posted)}
-            checked = {peer: _checked(participant, key.sequence, peer, one) for peer, one in posted.items()}
+            posted = {peer: answer for peer, answer in answers.items() if isinstance(answer, Posted)}
+            checked = {peer: _checked(participant, key.sequence, peer, answer) for peer, answer in posted.items()}
             return Inquired(authority, checked, frozenset(answers))
         else:
             await members.wait_for_change(timing.POLL_SECONDS)
@@ -335,7 +339,7 @@ async def _has_ended(participant: Participant, sequence: int, peer: str) -> bool
 
 
 def _checked(participant: Participant, sequence: int, peer: str, answer: Posted) -> Posted:
-    """Without a vote that is not valid."""
+    """The answer, without its vote if that is not valid."""
     voted = answer.complete
     try:
         if voted is not None:

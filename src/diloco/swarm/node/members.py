@@ -43,11 +43,11 @@ class Members(Membership):
         self.excluded: str | None = None
         """Why this node is no longer a member: revoked, banned or replaced."""
         self.counted_tokens = 0
-        """This worker's, when a round had its contribution for the last time."""
+        """This worker's tokens when a mean last had its contribution in it."""
         self.on_event: Callable[[str, dict[str, object]], None] = lambda *_: None
         self.faults = Faults(lambda *event: self.on_event(*event))
         self._waiters: dict[asyncio.Event, None] = {}
-        """In their order: what a node does next must not depend on addresses in memory."""
+        """A dictionary for its order: what a node does next must not depend on addresses in memory."""
         self._new_from = PeerRateLimit(NEW_AT_ONCE, NEW_PER_SECOND, MAX_PEERS)
         self._dials = PeerRateLimit(DIALS_AT_ONCE, DIALS_PER_SECOND, MAX_PEERS)
 
@@ -122,7 +122,8 @@ class Members(Membership):
                 self.permissions.take_seat_for(name, credential)
 
     def _hear_addresses(self, peer: Peer, teller: str, addresses: tuple[str, ...]) -> None:
-        """A peer that is not live here, and is elsewhere, may be there. The addresses that it told itself are kept."""
+        """Remember where a teller says that a peer is which is not live here. The addresses that the peer told are
+        kept."""
         addresses = addresses[:MAX_TOLD_ADDRESSES]
         if peer.live or peer.left or not addresses or peer.told.get(teller) == addresses:
             return
@@ -133,9 +134,9 @@ class Members(Membership):
             peer.asked_at = 0.0  # it has moved: try now
 
     def dialled_addresses(self, peer: Peer) -> tuple[list[str], list[str]]:
-        """Where to call a peer now: its own addresses, and those of tellers that may have this node call them; with
-        these tellers. Each may have it call some peers that do not answer, and then one every ten seconds: a member
-        that invents others, or gives the address of a third party for them, has that called no more often."""
+        """The addresses at which to call a peer now, its own and those that tellers gave, and these tellers. A teller
+        may have this node call some peers that do not answer, and then one every ten seconds: a member that invents
+        others, or gives the address of a third party for them, has that called no more often."""
         now = clock.now()
         tellers = [teller for teller in peer.told if self._dials.take(teller, now)]
         told = [address for teller in tellers for address in peer.told[teller]]

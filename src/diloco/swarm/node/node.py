@@ -121,19 +121,19 @@ class Node:
         return await self.participant.post(posted)
 
     async def fetch_state(self, most_bytes: int | None = None) -> FetchedState | None:
-        """`most_bytes`: a larger state cannot be of this run."""
+        """Fetch the others' state, as StateTransfer.fetch. `most_bytes`: a larger state cannot be of this run."""
         self.states.most_bytes = most_bytes or self.states.most_bytes
         return await self.states.fetch()
 
     def progress(self, **values: float) -> None:
-        """For this worker's heartbeats: inner_steps, tokens, loss, step_seconds, run_tokens."""
+        """Take what this worker's heartbeats tell: inner_steps, tokens, loss, step_seconds, run_tokens."""
         self.own.report(values)
 
     def serve_files(self, files: Mapping[str, Path]) -> None:
         self.files.serve(files)
 
     async def fetch_file(self, name: str, path: Path) -> None:
-        """From any member that has it."""
+        """Fetch a file from any member that has it."""
         peers = [peer.name for peer in self.members.live()]
         await fetch_file(self.transport, peers, name, path, self.settings.stall_seconds)
 
@@ -178,7 +178,7 @@ class Node:
         self._peers_file.save_if_due(self._known_peers())
 
     def _known_peers(self) -> list[KnownPeer]:
-        """For peers.json."""
+        """The content of peers.json."""
         since_1970 = time.time() - clock.now()
         known = [
             KnownPeer(
@@ -289,7 +289,7 @@ class Node:
             raise CallRefused(str(problem), "malformed") from None
 
     def _answer_guest(self, request: PeerMessage) -> PeerMessage:
-        """To a peer with a credential, which need not be a member."""
+        """Answer a peer with a credential, which need not be a member."""
         match request:
             case messages.AskStatus():
                 return messages.StatusAnswer(self.status())
@@ -302,7 +302,7 @@ class Node:
         raise CallRefused("say hello first", "hello")
 
     async def _answer(self, peer: str, request: PeerMessage) -> PeerMessage:
-        """To a member: the process of it that is held, or this node itself."""
+        """Answer the held process of a member, or this node itself."""
         match request:
             case messages.Beat():
                 return self.heartbeats.answer_beat(peer, request)

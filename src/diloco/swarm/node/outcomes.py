@@ -1,4 +1,4 @@
-"""How rounds end for this worker, and what a late worker gets.
+"""The ends of this worker's rounds, and what a late worker gets.
 
 A round that this worker was in ends with its mean (`succeed`). Members keep the last rounds (recent_rounds.py): a
 worker that missed the end of a round asks one of them for the outcome (`resolve`). If its contribution is in the plan,
@@ -63,7 +63,7 @@ class Outcomes:
         self.heartbeats.ended_plan = self._ended_plan
         self.heartbeats.on_other_end = self._compare_ends
         self._told_lost: LruCache[float] = LruCache(MAX_WORKERS)
-        """When each member last told of lost rounds."""
+        """Member -> when it last told of lost rounds."""
         self._settled: deque[tuple[int, bytes]] = deque(maxlen=64)
         """Rounds that have ended in two ways, and the plans of the other members."""
         self._comparing: set[str] = set()
@@ -85,8 +85,8 @@ class Outcomes:
         return b"" if kept is None else kept.plan.digest[:END_BYTES]
 
     def _compare_ends(self, peer: str, sequence: int) -> None:
-        """A member has ended this round with another plan, as its heartbeat says: workers that a leader keeps apart, so
-        that they meet in no plan, find that out so."""
+        """A member's heartbeat says that it has ended this round with another plan: ask how. This is how workers that a
+        leader keeps apart, so that they meet in no plan, find that out."""
         if peer not in self._comparing:
             self._comparing.add(peer)
             self.members.faults.start(self._ask_for_end(peer, sequence), "comparing the ends of a round")
@@ -165,11 +165,12 @@ class Outcomes:
                 del self._ends[next(iter(self._ends))]
 
     async def ask_ends(self, peer: str) -> dict[int, bytes]:
-        """How the rounds that this worker has counted have ended for `peer`, as far as it knows: the beginnings of the
-        plans' digests. Raises Unreachable, CallRefused or Malformed."""
+        """Ask `peer` how the rounds that this worker has counted have ended for it: round -> the beginning of the
+        plan's digest, as far as it knows. Raises Unreachable, CallRefused or Malformed."""
         if not self._ends:
             return {}
-        answer = await self.calls.ask(peer, AskEnds(first := min(self._ends)))
+        first = min(self._ends)
+        answer = await self.calls.ask(peer, AskEnds(first))
         if not isinstance(answer, Ends):
             raise Malformed(f"{type(answer).__name__} instead of Ends")
         ends = {first + index: answer.plan(index) for index in range(len(answer.plans) // END_BYTES)}
@@ -191,12 +192,11 @@ class Outcomes:
         for plan in plans:
             self.record_end(plan)
         if lost:
-            told = RoundsLost(len(lost), max(0, status.tokens - max(kept, default=0)))
-            rounds = told.rounds
-            tokens = told.tokens
-            self.members.on_event("diverged", {"number": status.number, "rounds": rounds, "tokens": tokens})
+            message = RoundsLost(len(lost), max(0, status.tokens - max(kept, default=0)))
+            event: dict[str, object] = {"number": status.number, "rounds": message.rounds, "tokens": message.tokens}
+            self.members.on_event("diverged", event)
             for peer in self.members.live():
-                self.members.faults.start(self._tell_lost(peer.name, told), "telling of lost rounds")
+                self.members.faults.start(self._tell_lost(peer.name, message), "telling of lost rounds")
 
     async def _tell_lost(self, peer: str, message: RoundsLost) -> None:
         try:
@@ -205,7 +205,7 @@ class Outcomes:
             logger.info("%s was not told of lost rounds: %s", peer, problem)
 
     def answer_lost(self, peer: str, message: RoundsLost) -> Done:
-        """Told once a minute of one member at most: any member can say so."""
+        """Emit an event, once a minute for a member at most: any member can say that it has lost rounds."""
         if clock.now() - (self._told_lost.get(peer) or -timing.LOST_ROUNDS_TOLD_EVERY) >= timing.LOST_ROUNDS_TOLD_EVERY:
             self._told_lost.put(peer, clock.now())
             self.members.emit_about("rounds_lost", peer, rounds=message.rounds, tokens=message.tokens)
@@ -284,10 +284,12 @@ class Outcomes:
         """
         agreed = await self._ask(peer, AskLastPlan())
         last = sequence - 1 if agreed is None else min(sequence - 1, agreed.plan.key.sequence)
-        in_it = {one.name for one in self.members.with_state() if 0 <= last <= one.status.contributed_round}
-        voted = set() if agreed is None else in_it.intersection(agreed.certificate.signatures)
-        if len(in_it) >= FEWEST and 2 * len(voted) <= len(in_it):
-            raise Malformed(f"{len(voted)} of {len(in_it)} members have voted for the last round that it shows")
+        contributors = {
+            member.name for member in self.members.with_state() if 0 <= last <= member.status.contributed_round
+        }
+        voted = set() if agreed is None else contributors.intersection(agreed.certificate.signatures)
+        if len(contributors) >= FEWEST and 2 * len(voted) <= len(contributors):
+            raise Malformed(f"{len(voted)} of {len(contributors)} members have voted for the last round that it shows")
         return agreed
 
     async def _ask(self, peer: str, request: AskOutcome | AskLastPlan) -> Agreed | None:
@@ -313,7 +315,7 @@ class Outcomes:
         return agreed
 
     def _settle_ends(self, own: Agreed, other: Agreed) -> None:
-        """Once for each round and plan."""
+        """Find the liars behind two ends of a round, once for each round and plan."""
         ends = (own.plan.key.sequence, other.plan.digest)
         if ends not in self._settled:
             self._settled.append(ends)
@@ -359,7 +361,8 @@ class Outcomes:
 
     def _outcome(self, plan: Plan, certificate: Certificate) -> Outcome:
         known = {peer: self.members.permissions.credential_of(peer) for peer in certificate.signatures}
-        return Outcome(plan, certificate, {peer: one for peer, one in known.items() if one is not None})
+        credentials = {peer: credential for peer, credential in known.items() if credential is not None}
+        return Outcome(plan, certificate, credentials)
 
     async def serve_mean(self, stream: Stream, request: OpenMean) -> None:
         await self.recent.copied()

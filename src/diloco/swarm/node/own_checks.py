@@ -71,8 +71,8 @@ class OwnChecks:
         quorum = self._participant.outcomes.quorum
         minority = not quorum.is_here() and self._members.excluded is None
         if minority and not self._minority:
-            here = 1 + len(self._members.live())
+            live = 1 + len(self._members.live())
             counted = len(quorum.counted())
-            self._emit("minority", {"number": self._own.number, "here": here, "members": counted})
-            logger.warning("%d of %d members are here: no round ends until there are more than half", here, counted)
+            self._emit("minority", {"number": self._own.number, "here": live, "members": counted})
+            logger.warning("%d of %d members are here: no round ends until there are more than half", live, counted)
         self._minority = minority

@@ -71,7 +71,8 @@ class Participant:
     async def post(self, posted: PostedRound) -> RoundOutcome:
         """Returns when the round has ended, or its deadline is over."""
         await self.outcomes.recent.copied()  # a mean may be kept in the memory of this round
-        status, leaves = self.members.status, await hash_parts(posted)
+        status = self.members.status
+        leaves = await hash_parts(posted)
         round_ = OwnRound(
             posted,
             status.number,
@@ -163,7 +164,7 @@ class Participant:
             round_.fail(reason, fatal=True)
 
     async def _watch(self, round_: OwnRound) -> None:
-        """Until the round has ended, its leader is lost, or it is time to ask the leader again."""
+        """Wait until the round has ended, its leader is lost, or it is time to ask the leader again."""
         others_ended: float | None = None
         ask_again = clock.now() + timing.ASK_AGAIN_SECONDS
         while not round_.ended and round_.leader is not None and clock.now() < ask_again:
@@ -177,7 +178,7 @@ class Participant:
                     await self.outcomes.resolve(round_, ahead)
 
     def _pass_over(self, leader: str | None, round_: OwnRound) -> None:
-        """Tell that this worker waits for another leader now, if it does."""
+        """Emit an event if `leader` is passed over now; None: no leader is."""
         if leader is not None:
             self.members.emit_about("leader_passed_over", leader, round=round_.sequence)
             self.members.changed()
@@ -278,16 +279,16 @@ class Participant:
     def _is_opposed(self, round_: OwnRound, plan: Plan) -> bool:
         """Whether a contribution to this plan points against the others': then it is not voted for."""
         assert round_.transfer is not None
-        found = find_opposed(plan, round_.posted.num_parts, round_.transfer.ranges)
-        round_.clear({entry.peer for entry in plan.contributors} - found.keys())
-        for peer, cosine in found.items():
+        opposed = find_opposed(plan, round_.posted.num_parts, round_.transfer.ranges)
+        round_.clear({entry.peer for entry in plan.contributors} - opposed.keys())
+        for peer, cosine in opposed.items():
             logger.info("round %d: the contribution of %s has the cosine %.2f", round_.sequence, peer, cosine)
-        if found:
-            self.outcomes.check.begin_opposed(plan, round_.posted, round_.transfer.ranges, found.keys())
-        return bool(found)
+        if opposed:
+            self.outcomes.check.begin_opposed(plan, round_.posted, round_.transfer.ranges, opposed.keys())
+        return bool(opposed)
 
     async def _tell_leader(self, round_: OwnRound, plan: Plan, message: PeerMessage) -> None:
-        """Until it answers."""
+        """Send the leader a message, again and again, until it answers."""
         while not round_.ended:  # another plan cancels this task
             try:
                 await self.calls.ask(plan.leader, message)
@@ -299,7 +300,7 @@ class Participant:
             await asyncio.sleep(timing.POLL_SECONDS)
 
     def _record_lie(self, plan: Plan, problem: TransferFailed) -> None:
-        """What the other worker has signed proves its lie to this one, and to all others if it is shown."""
+        """Ban a worker whose own signature proves its lie: with a proof for the others, or for this worker alone."""
         reason = f"round {plan.key.sequence}: {problem}"
         if problem.proof is not None:
             self.outcomes.liars.record(problem.proof, reason)
@@ -307,7 +308,8 @@ class Participant:
             self.outcomes.liars.ban(problem.peer, reason)
 
     async def _compare_votes(self, plan: Plan, message: PeerMessage) -> None:
-        """No commit comes: if the leader has given workers different means, the ranges in their votes prove it.
+        """Show the other workers this vote where no commit comes: if reducers gave workers different means, that proves
+        it.
 
         The vote itself is for the leader: else others could make a certificate of a plan that the leader has given up.
         """

@@ -1,4 +1,4 @@
-"""The places of the readers of a member's state: few at a time, one for each member, and none is held by a slow one.
+"""The places of the readers of a member's state: few at a time, one for each member, and no slow reader keeps one.
 
 A reader holds the snapshot that it reads in this machine's memory, so that there are few places. One that finds them
 all taken waits for a turn; then the slowest reader gives up its place, if it is slower than the one that waits has been

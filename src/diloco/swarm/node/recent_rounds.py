@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_ROUNDS = 8
 MAX_BYTES = 1 << 30
 MAX_HELD_ROUNDS = 64
-"""For a member that fetches the state."""
+"""The most rounds that are kept for a member that fetches the state."""
 _FREE_SHARE = 0.1
 """The share of the disk that means leave free for others."""
 
@@ -44,7 +44,7 @@ class EndedRound:
 
 @dataclass
 class _Held:
-    """For one member."""
+    """The means that are kept for one member."""
 
     first: int
     """The first round that is not in the state which it fetches."""
@@ -53,14 +53,15 @@ class _Held:
 
 
 class RecentRounds:
-    """At least the last round; at most eight rounds, and at most 1 GiB; more for members that fetch the state."""
+    """Keeps the last round in any case; else at most eight, of at most 1 GiB, and more for members that fetch the
+    state."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder`: for means on the disk."""
         self._folder = folder
         self._held: dict[str, _Held] = {}
         self._on_disk: set[int] = set()
-        """Rounds whose means are there."""
+        """The rounds whose means are on the disk."""
         self._rounds: OrderedDict[int, EndedRound] = OrderedDict()
         self.next_to_merge: int | None = None
         """The round after the last one that this worker's trainer has merged; None: it may have merged none."""
@@ -99,7 +100,8 @@ class RecentRounds:
         return sum(len(ended.mean) for sequence, ended in self._rounds.items() if sequence not in self._on_disk)
 
     def _room_for(self, sequence: int, num_bytes: int) -> memoryview:
-        """On the disk if a member needs earlier means too and memory has no room; without a disk none is held."""
+        """Memory for a mean: on the disk if a member needs earlier means too and memory is full. If the disk has no
+        room, no means are kept for such members any more."""
         if self._held and self._folder is not None and self._memory_bytes() + num_bytes > MAX_BYTES:
             try:
                 room = on_disk(self._folder, num_bytes)
@@ -118,7 +120,7 @@ class RecentRounds:
         self._held[peer] = _Held(first)
 
     def touch(self, peer: str) -> None:
-        """The member goes on."""
+        """The member still fetches."""
         if peer in self._held:
             self._held[peer].touched = clock.now()
 

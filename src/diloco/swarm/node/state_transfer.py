@@ -80,7 +80,7 @@ async def fetch_first(
                 source = running.pop(task).source
                 if (fetched := task.result()) is not None:
                     earlier = sources[: sources.index(source)]
-                    return fetched, [one.source for one in running.values() if one.source in earlier]
+                    return fetched, [attempt.source for attempt in running.values() if attempt.source in earlier]
         return None, []
     finally:
         for task in running:
@@ -124,7 +124,7 @@ class StateTransfer:
         self._refused_since: float | None = None
         """When this worker first refused a state that other members do not have."""
         self._ended: tuple[dict[int, bytes], list[Plan]] = ({}, [])
-        """How rounds have ended for the source of the state that was fetched last, and the plans of later means."""
+        """The ends of rounds for the source of the state that was fetched last, and the plans of later means."""
         self._without_means: set[str] = set()
         """Sources that no longer keep the means which the trainer lacks, or show others."""
         self._failed: set[str] = set()
@@ -143,7 +143,8 @@ class StateTransfer:
             await write_frame(stream, encode(NotHere()), self._stall_seconds)
             return
         self.recent.hold(stream.peer, snapshot.numbers["sequence"])
-        view, digest = snapshot.data.view, await self.witnesses.digest(snapshot, own=True)
+        view = snapshot.data.view
+        digest = await self.witnesses.digest(snapshot, own=True)
         head = StateHead(dict(snapshot.numbers), snapshot.layout_digest, snapshot.note, len(view), digest)
         await write_frame(stream, encode(head), self._stall_seconds)
         for first in range(0, len(view), _CHUNK_BYTES):
@@ -182,7 +183,8 @@ class StateTransfer:
             if sources:
                 last_source = clock.now()
             joiner = self.recent.next_to_merge is None
-            if clock.now() - last_source > (4 * self._stall_seconds if joiner else self._stall_seconds / 4):
+            share = timing.NO_SOURCE_JOINER_SHARE if joiner else timing.NO_SOURCE_SHARE
+            if clock.now() - last_source > share * self._stall_seconds:
                 if joiner:
                     raise EngineError(
                         "no worker that has the state of this run answers: the others have ended or cannot be reached. "
@@ -196,10 +198,11 @@ class StateTransfer:
             if fetched is not None:
                 self._record(fetched)
                 return fetched
-            if not joiner and len(sources) == 1 and self._refused_seconds > 8 * self._stall_seconds:
+            disagree = self._refused_seconds > timing.DISAGREEMENT_SHARE * self._stall_seconds
+            if not joiner and len(sources) == 1 and disagree:
                 status.keep_state()  # one member alone is left, and cannot show that it is ahead
                 return None
-            if joiner and self._refused_seconds > 8 * self._stall_seconds:
+            if joiner and disagree:
                 raise EngineError(
                     "the members of this run do not agree on its state, and none has it as most others have: ask the "
                     "owner of the run which of them to trust"
@@ -208,9 +211,10 @@ class StateTransfer:
         return None
 
     def _sources(self) -> list[Peer]:
-        """Members with the state: those that have failed last, of the others the furthest first, equal ones in random
-        order. One that says that it is ahead of all others is not asked before these: any member can say so. Nor are
-        some that are far ahead of most: they are a run of their own, if this worker has only missed a few rounds."""
+        """The members with the state, in the order in which they are asked: those that have failed come last, of the
+        others the furthest first, equal ones at random. A single member that says that it is ahead of all others comes
+        no earlier than the second one: any member can say so. Nor do a few that are far ahead of this worker come
+        early: they are a run of their own."""
         sources = self.members.with_state()
         first = self.recent.next_to_merge
         self._random.shuffle(sources)
@@ -225,7 +229,7 @@ class StateTransfer:
 
     async def _fetch_from(self, attempt: Attempt) -> FetchedState | None:
         source = attempt.source
-        self._failed.add(source.name)  # until it has not
+        self._failed.add(source.name)  # until a state has arrived
         try:
             base = await self._fetch_base(attempt)
             if base is None:
@@ -253,7 +257,8 @@ class StateTransfer:
         self.members.emit_about("state_refused", source.name, reason=reason)
 
     async def _fetch_base(self, attempt: Attempt) -> _Base | None:
-        """Nothing is fetched if the source still keeps all means that the trainer lacks."""
+        """The trainer's own state if the source still keeps all means that it lacks, else a snapshot from the source;
+        None if the source gives none."""
         first = self.recent.next_to_merge
         source = attempt.source
         if first is not None and source.name not in self._without_means:
@@ -268,28 +273,30 @@ class StateTransfer:
         asking: asyncio.Task[dict[str, bytes]] | None = None
         try:
             await write_frame(stream, encode(OpenState()), self._stall_seconds)
-            head = decode(await read_frame(stream, _MAX_HEAD_BYTES, 4 * self._stall_seconds))
+            head = decode(await read_frame(stream, _MAX_HEAD_BYTES, timing.HEAD_SHARE * self._stall_seconds))
             if not isinstance(head, StateHead):
                 return None
             if head.size > self.most_bytes:
                 self.outcomes.liars.record_unproved(peer, "it offered a state that is larger than this run's")
                 raise Malformed(f"a state of {head.size} bytes; this run's has at most {self.most_bytes}")
             data = SharedMemory.create(head.size)  # the trainer reads it there
-            told = clock.now()
+            told_at = clock.now()
             asked = self.witnesses.of(peer)
             snapshot = _snapshot(head, data)
             if not asked:
                 await self._check_lone_source(peer, snapshot.numbers["sequence"])
             asking = asyncio.create_task(
-                self.witnesses.ask(asked, snapshot.numbers["sequence"], head.digest, 4 * self._stall_seconds)
+                self.witnesses.ask(
+                    asked, snapshot.numbers["sequence"], head.digest, timing.WITNESS_SHARE * self._stall_seconds
+                )
             )
             for first in range(0, head.size, _CHUNK_BYTES):
                 await stream.read_into(data.view[first : first + _CHUNK_BYTES], self._stall_seconds)
                 moved()
                 if asking.done():
                     self._compare(head.digest, asking.result(), asked)
-                if clock.now() - told >= timing.STATE_TOLD_EVERY:
-                    told = clock.now()
+                if clock.now() - told_at >= timing.STATE_TOLD_EVERY:
+                    told_at = clock.now()
                     received = min(head.size, first + _CHUNK_BYTES)
                     self._trainer.emit("state_arriving", {"received_bytes": received, "all_bytes": head.size})
             await stream.write(b"\1", self._stall_seconds)
@@ -304,7 +311,8 @@ class StateTransfer:
             stream.close()
 
     async def _check_lone_source(self, peer: str, sequence: int) -> None:
-        """No third member has the state. One that was in rounds of three and more wants to see a certificate then."""
+        """Check a source that has no witness. A worker that was in rounds of three or more asks it for a certificate.
+        Raises _NotTheSame."""
         last = self.outcomes.quorum.last
         if last is None or len(last.entries) < _MANY or sequence <= last.key.sequence + 1:
             return
@@ -316,8 +324,9 @@ class StateTransfer:
         return 0.0 if self._refused_since is None else clock.now() - self._refused_since
 
     def _compare(self, digest: bytes, witnesses: dict[str, bytes], asked: list[str]) -> None:
-        """Raises _NotTheSame. If none is that of most for long, a member takes one that half of all members have; and
-        when a smaller side may go on as a run of its own, one that none outnumbers."""
+        """Raises _NotTheSame unless most members have this state. If no state has most for long, a worker that was in
+        rounds takes one that half of all members have; and when a smaller side may go on as a run of its own, one that
+        no other state outnumbers."""
         if most_have(digest, witnesses, asked=len(asked)):
             return
         same = sum(other == digest for other in witnesses.values())

@@ -56,7 +56,8 @@ _reducer = ThreadPoolExecutor(1, "diloco-reduce")
 
 
 class TransferFailed(Exception):
-    """With one worker. `lie`: it sent other parts than its header claims; else it is dead, frozen or cut off.
+    """The transfer with one worker failed. `lie`: it sent other parts than its header claims; else it is lost or cut
+    off.
 
     `withheld`: it answers, and does not send its parts, or the mean of its range. `signed`: it has signed the lie, so
     that this worker is certain of it. `proof`: others can check it too.
@@ -214,7 +215,7 @@ class Transfer:
 
     @property
     def vote(self) -> Vote:
-        """For the mean, once `run` has returned."""
+        """This worker's vote for the mean, once `run` has returned."""
         return self._signatures.vote()
 
     @property
@@ -224,7 +225,7 @@ class Transfer:
 
     @property
     def comparison(self) -> Comparison:
-        """How the contributions compare, once `run` has returned; the reducers may lie about it."""
+        """The comparison of the contributions, once `run` has returned; the reducers may lie about it."""
         return self._others_comparison + self._own_comparison
 
     # As a reducer
@@ -286,7 +287,8 @@ class Transfer:
             await write_frame(stream, self._signatures.own(self._transport.peer), self._stall)
 
     async def _reduce(self) -> None:
-        """Only this task writes into the mean: a thread may outlive an attempt, and must not disturb the next."""
+        """Reduce this worker's range. Only this task writes into the mean: a thread may outlive an attempt, and must
+        not disturb the next one."""
         loop = asyncio.get_running_loop()
         width = self._mean_width
         into = self._mean(self._mine)
@@ -310,8 +312,8 @@ class Transfer:
             self._notify()
 
     async def _too_long(self, peer: str, reason: str, rows: int) -> TransferFailed:
-        """The parts of a worker, of which so many are reduced, are longer than it claims: with a proof where it can be
-        had. For that all parts of the range must be here, and fit what the worker is bound to."""
+        """The failure of a transfer with `peer`, whose parts are longer than it claims; `rows` of them are reduced. It
+        has a proof if all parts of the range arrive, and fit what the worker is bound to."""
         whole = await self._wait_until(lambda: self._arrived[peer] == len(self._mine), self._patience)
         if whole:
             self._committed.add(peer, self._parts[peer][rows * self._width :])
@@ -331,13 +333,13 @@ class Transfer:
         }
         name = self.posted.codec
         elements = self.posted.part_elements
-        norms = {part: norm_of(name, [one], elements) for part, one in data.items()}
+        norms = {part: norm_of(name, [encoded], elements) for part, encoded in data.items()}
         chosen: list[int] = []
         for part in sorted(norms, key=lambda part: -norms[part]):
             chosen.append(part)
             if (len(chosen) + 1) * (width + MAX_PROOF_BYTES) > _MOST_PROOF_BYTES:
                 return None
-            if math.hypot(*(norms[one] for one in chosen)) > entry.parsed.claim.norm * self._codec.norm_slack:
+            if math.hypot(*(norms[number] for number in chosen)) > entry.parsed.claim.norm * self._codec.norm_slack:
                 break
         else:
             return None
@@ -371,10 +373,10 @@ class Transfer:
     def _reduce_rows(self, rows: range) -> tuple[Tensor, list[float], Comparison]:
         """The mean of these rows of this worker's range, the squared norm of each contribution, and a comparison."""
         squares = [0.0] * len(self.plan.contributors)
-        here = slice(rows.start * self._width, rows.stop * self._width)
-        parts = [_rows(self._parts[entry.peer][here], len(rows)) for entry in self.plan.contributors]
+        place = slice(rows.start * self._width, rows.stop * self._width)
+        parts = [_rows(self._parts[entry.peer][place], len(rows)) for entry in self.plan.contributors]
         for entry in self.plan.contributors:
-            self._committed.add(entry.peer, self._parts[entry.peer][here])
+            self._committed.add(entry.peer, self._parts[entry.peer][place])
         mean = torch.empty(len(rows), self._mean_width, dtype=torch.uint8)
         weights = self.plan.decision.weights
         part = self.posted.part_elements
@@ -396,7 +398,7 @@ class Transfer:
 
     @torch.no_grad()
     def _compare(self) -> bytes:
-        """What this reducer tells of the directions of the contributions."""
+        """The cosines of the contributions in this reducer's sampled parts, as bytes."""
         sampled = directions.sampled_parts(self.plan, self._transport.peer, self.posted.num_parts)
         if not sampled:
             return b""

@@ -33,7 +33,7 @@ class Attendance:
         self._against = _Misses()
         """Rounds in which a member's contribution pointed against the others'."""
         self._poor_leaders: LruCache[float] = LruCache(MAX_WORKERS)
-        """Until when each is passed over as a leader, on the node's clock."""
+        """Member -> the time on the node's clock until which it is passed over as a leader."""
 
     def record(self, agreed: Agreed, there: Iterable[str]) -> None:
         """A round has ended. `there`: the live members that have the state."""
@@ -52,7 +52,7 @@ class Attendance:
             self._against.forget(entry.peer)
 
     def record_trouble(self, name: str) -> None:
-        """It has posted, and the round goes on without it: others cannot exchange parts with it."""
+        """The member has posted, and the round goes on without it: others cannot exchange parts with it."""
         self._troubles.add(name)
 
     def expects(self, name: str) -> bool:
@@ -68,15 +68,15 @@ class Attendance:
         return self._against.has_a_chance(name)
 
     def record_passed_over(self, name: str) -> None:
-        """It has posted, and a round was planned without it."""
+        """The member has posted, and a round was planned without it."""
         self._troubles.pass_over(name)
 
     def record_state(self, name: str) -> None:
-        """It has fetched the state, and can be in the next round. Its line is no better for that."""
+        """The member has fetched the state, and can be in the next round. Its line is no better for that."""
         self._absences.give_a_chance(name)
 
     def pass_over(self, leader: str, now: float, seconds: float = timing.PASSED_OVER_SECONDS) -> None:
-        """It has led a round that did not go on, or that has ended in two ways."""
+        """The leader has led a round that did not go on, or that has ended in two ways."""
         self._poor_leaders.put(leader, now + seconds)
 
     def may_lead(self, name: str, now: float) -> bool:
@@ -99,7 +99,8 @@ class _Misses:
         self._counts.put(name, (misses, passed + 1))
 
     def give_a_chance(self, name: str) -> None:
-        """Not for ever: a member may say in every round that it has just fetched the state."""
+        """Let the next round count on the member. After `_MOST_CHANCES` misses this does nothing: a member may say in
+        every round that it has just fetched the state."""
         misses, _ = self._counts.get(name) or (0, 0)
         if misses < _MOST_CHANCES:
             self._counts.put(name, (misses, 1 << _RAREST))

@@ -1,4 +1,4 @@
-"""What workers sign of a mean, and the certificate that makes it count (docs/protocol.md).
+"""The signatures of workers under a mean, and the certificate that makes it count (docs/protocol.md).
 
 Each contributor of a plan reduces a range of parts, and signs the digest of that range (`SignedRange`). A worker that
 has the whole mean signs its digest (`Vote`). A majority of the plan's workers with one digest is a `Certificate`: the
@@ -35,7 +35,7 @@ class SignedRange(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 Ranges = Annotated[tuple[SignedRange, ...], Meta(max_length=MAX_WORKERS)]
-"""In the order of the plan's contributors, without those that reduce no part."""
+"""Signed ranges in the order of the plan's contributors, without those that reduce no part."""
 
 
 class Vote(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -63,7 +63,7 @@ class Certificate(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Agreed(NamedTuple):
-    """How a round has ended: its plan, and that its mean counts."""
+    """The end of a round: its plan, and the certificate with which its mean counts."""
 
     plan: Plan
     certificate: Certificate
@@ -75,7 +75,7 @@ class Agreed(NamedTuple):
 
 
 class CertifiedPlan(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a round has ended, to show it to others."""
+    """The end of a round as it travels to other members."""
 
     plan: Plan
     certificate: Certificate
@@ -92,13 +92,14 @@ class TwoPlans(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The credentials of the voters: the receiver may not have met them."""
 
     def voters(self) -> list[str]:
-        """Those whose votes are in both; their signatures are checked."""
+        """The workers whose votes are in both certificates, if the plans are of one authority; `Notary` checks the
+        votes."""
         if self.one.plan.authority != self.other.plan.authority:
             return []
         return sorted(self.one.certificate.signatures.keys() & self.other.certificate.signatures.keys())
 
     def leader(self) -> str | None:
-        """The leader of both plans in one term, if that is one."""
+        """The leader of both plans, if it is the same one in the same term."""
         one = self.one.plan
         other = self.other.plan
         return one.leader if one.leader == other.leader and one.authority.term == other.authority.term else None
@@ -133,8 +134,8 @@ class LongParts(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 def mean_digest(num_parts: int, ranges: Iterable[SignedRange]) -> bytes:
-    parts = (hashlib.sha256(one.digest + one.directions).digest() for one in ranges)
-    return hashlib.sha256(num_parts.to_bytes(8, "little") + b"".join(parts)).digest()
+    digests = (hashlib.sha256(signed.digest + signed.directions).digest() for signed in ranges)
+    return hashlib.sha256(num_parts.to_bytes(8, "little") + b"".join(digests)).digest()
 
 
 def reducers(plan: Plan, num_parts: int) -> list[str]:
@@ -146,12 +147,12 @@ def range_digests(plan: Plan, num_parts: int, mean: Bytes) -> list[bytes]:
     """The digests of the ranges of an encoded mean that has arrived whole."""
     width = len(mean) // num_parts if num_parts else 0
     view = memoryview(mean)
-    found = []
+    digests = []
     for rows in plan.ranges(num_parts).values() if plan.has_mean else ():
         digest = RangeDigest(width)
         digest.add(view[rows.start * width : rows.stop * width])
-        found += [digest.digest()] if rows else []
-    return found
+        digests += [digest.digest()] if rows else []
+    return digests
 
 
 class RangeDigest:
@@ -170,7 +171,7 @@ class RangeDigest:
 
 
 def largest_group(votes: Mapping[str, Vote]) -> dict[str, Vote]:
-    """The voters for the mean that most have voted for."""
+    """The votes for the mean that has most of them."""
     means = [vote.mean for vote in votes.values()]
     most = max(means, key=means.count, default=b"")
     return {peer: vote for peer, vote in votes.items() if vote.mean == most}
@@ -182,18 +183,20 @@ def is_most(plan: Plan, voters: Iterable[str]) -> bool:
 
 
 def certify(plan: Plan, votes: Mapping[str, Vote]) -> Certificate | None:
-    """None: no mean has the votes of most workers of the plan."""
+    """The certificate of the mean with most votes; None if these are not of most workers of the plan."""
     group = largest_group(votes)
     if not group or not is_most(plan, group):
         return None
     vote = next(iter(group.values()))
-    return Certificate(vote.num_parts, vote.ranges, {peer: one.signature for peer, one in sorted(group.items())})
+    signatures = {peer: group[peer].signature for peer in sorted(group)}
+    return Certificate(vote.num_parts, vote.ranges, signatures)
 
 
-def find_two_ranges(plan: Plan, some: Sequence[Vote | Certificate]) -> TwoRanges | None:
-    """Proof against a reducer, where votes differ; their ranges have been checked."""
-    for one in some:
-        for other in some:
+def find_two_ranges(plan: Plan, means: Sequence[Vote | Certificate]) -> TwoRanges | None:
+    """Proof against a reducer that has signed two digests of its range in `means`, whose signatures have been
+    checked."""
+    for one in means:
+        for other in means:
             names = reducers(plan, one.num_parts)
             if one.num_parts != other.num_parts:
                 continue

@@ -1,4 +1,4 @@
-"""What a worker decides in the rounds that it has posted: whom it obeys, what it answers a leader, when it gives up.
+"""A worker's decisions in its own rounds: which leader it obeys, what it answers, when it gives up.
 
     inquiry    a new leader asks: the worker promises to obey no lower authority, and tells the mean that it has
     plan       it follows one that it can check, of the highest authority that it has promised nothing against
@@ -48,8 +48,8 @@ class StartTransfer:
 class UnknownSeat(CallRefused):
     """A worker of the plan is not known here to have an invitation of its own.
 
-    It may be a newcomer: then the leader, asked at once, shows its credential, and offers the plan again. `trouble`: to
-    tell the leader, if it does not for `lost_seconds`.
+    It may be a newcomer: then the leader, asked at once, shows its credential, and offers the plan again. `trouble`:
+    the accusation to send the leader, once it has shown none for `lost_seconds`.
     """
 
     def __init__(self, reason: str, trouble: Trouble | None) -> None:
@@ -84,7 +84,7 @@ class RoundFollower:
         """The highest authority that has inquired about a round which this worker has not posted."""
 
     def take_promise(self, sequence: int) -> Authority:
-        """The promise that binds this worker in a round which it posts now."""
+        """Return, and forget, the promise that binds this worker in a round which it posts now."""
         return self._promised.pop(sequence, NO_AUTHORITY)
 
     # Messages of leaders
@@ -166,7 +166,7 @@ class RoundFollower:
     # Its own rounds
 
     def why_give_up(self, round_: RoundState) -> str | None:
-        """Why no round can end without a majority: most others are in a later one, or have fallen silent for long."""
+        """Why this worker gives the round up, or None: most others are in a later one, or have been silent for long."""
         reason = None
         if not self._quorum.can_end(round_.sequence):
             reason = "most other workers are in a later one"
@@ -181,8 +181,9 @@ class RoundFollower:
         return reason
 
     def why_too_few(self, round_: RoundState, leader: str) -> str | None:
-        """The leader can make no plan, as too few workers are left (one accuses another of a lie). If another member is
-        in a later round, all can meet there; the leader's word alone is not enough."""
+        """Why this worker gives up a round whose leader has too few workers left for a plan (one accuses another of a
+        lie), or None. If another member is in a later round, all can meet there; the leader's word alone is not
+        enough."""
         round_.turn_to(leader)
         others = [peer.status for peer in self._members.live() if peer.name != leader]
         if any(status.gave_up(round_.sequence) for status in others):
@@ -190,8 +191,8 @@ class RoundFollower:
         return None
 
     def watch_leader(self, round_: RoundState) -> str | None:
-        """The leader that is passed over now. Rounds end in their order: none is to blame for one that waits for an
-        earlier one."""
+        """The leader that is passed over now, or None. Rounds end in their order: no leader is to blame for a round
+        that waits for an earlier one."""
         is_next = round_.sequence == min(self._rounds)
         may_go_on = is_next and self._members.may_go_on() and self._quorum.is_here()
         return self.leaders.watch(round_, may_go_on=may_go_on)

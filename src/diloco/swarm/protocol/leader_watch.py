@@ -11,8 +11,8 @@ from diloco.swarm.protocol.transfer_times import TransferTimes
 
 _MOST_TERMS = 1000  # that an authority may be ahead of the last one: no member can take the highest there is
 _MOST_INQUIRIES = 8
-"""A peer may ask so often in one round while another member leads; then once after each pause, which doubles, so
-that a usurper has ever less effect and an honest swarm whose views differ for long settles all the same."""
+"""Answer so many inquiries per peer and round while another member leads, then one after each pause, which doubles. So
+a usurper can do little, and members whose views differ for long settle all the same."""
 
 
 class LeaderWatch:
@@ -22,13 +22,13 @@ class LeaderWatch:
         self._transfers = transfers
         self.attendance = members.attendance
         self.patience_seconds = 0.0
-        """How long a leader waits for the last workers, as this node would."""
+        """The patience that this node would have as a leader; other leaders are expected to have the same."""
         self._inquiries: Counter[str] = Counter()
         self._next_inquiry: dict[str, float] = {}
         self._sequence = -1
 
     def usurped(self, sender: str, sequence: int, round_: RoundState | None) -> str | None:
-        """The leader of a round for which another peer asks too early or too often; None: it may."""
+        """The leader to name to a peer that inquires too early or too often; None if the peer may inquire."""
         leader = self._members.leader()
         if sender in (leader, self._members.me) or leader is None:
             return None
@@ -48,8 +48,9 @@ class LeaderWatch:
         return None
 
     def record_ended(self, leader: str, round_: RoundState) -> str | None:
-        """The leader has ended this round: without a mean that counts here, it was in a run of its own, and is passed
-        over, if so. The side of a split that has a majority goes on, and the other takes over its state."""
+        """The leader says that it has ended this round. If for long no mean of it counts here, the leader was in a run
+        of its own: pass it over, and return its name. The side of a split that has a majority goes on, and the other
+        takes over its state."""
         now = self._members.now()
         round_.ended_alone_since = None if round_.ended else round_.ended_alone_since or now
         since = round_.ended_alone_since
@@ -63,7 +64,8 @@ class LeaderWatch:
         return None
 
     def watch(self, round_: RoundState, *, may_go_on: bool) -> str | None:
-        """Pass over a leader that has what it needs and does not go on: which one. `may_go_on`: a majority is here."""
+        """Pass over a leader that has what it needs and does not go on; return its name. `may_go_on`: a majority is
+        here."""
         leader = round_.leader
         now = self._members.now()
         if leader in (None, self._members.me) or not may_go_on or not self._most_wait(round_.sequence):
@@ -85,8 +87,8 @@ class LeaderWatch:
 
     def _most_wait(self, sequence: int) -> bool:
         """Most live members that have the state have posted this round."""
-        there = [self._members.status, *(peer.status for peer in self._members.with_state())]
-        return 2 * sum(status.is_in(sequence) for status in there) > len(there)
+        statuses = [self._members.status, *(peer.status for peer in self._members.with_state())]
+        return 2 * sum(status.is_in(sequence) for status in statuses) > len(statuses)
 
     def _longest(self, round_: RoundState) -> float:
         """How long a leader may take: with a plan for its transfer; without one for the slow workers, if some have not
@@ -108,6 +110,6 @@ class LeaderWatch:
 
 
 def check_term(authority: Authority, seen: Authority) -> None:
-    """No answer, and so no promise, to a term that is far ahead of all that this worker has seen in the round."""
+    """Raise CallRefused, and so promise nothing, for a term far ahead of all that this worker has seen in the round."""
     if authority.term > seen.term + _MOST_TERMS:
         raise CallRefused(f"term {authority.term} is too far ahead of the last one, {seen.term}", "term")

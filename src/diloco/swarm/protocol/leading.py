@@ -1,4 +1,4 @@
-"""What the leader of a round decides: from which workers it makes a plan, when one is out of it, when the mean counts.
+"""The decisions of a round's leader: which workers are in its plan, which in the next one, when the mean counts.
 
     inquire   all members tell what they have of this round: an earlier leader may have come far (`judge_inquiry`)
     gather    until all are ready, or patience is over: then the slow ones are told to post what they have (`gather`)
@@ -35,7 +35,7 @@ class SteppedDown(Exception):
 
 
 class LeadPhase(enum.Enum):
-    """As `diloco status` shows it."""
+    """What a leader is doing in a round; `diloco status` shows the value."""
 
     GATHERING = "gathering"
     SILENT = "waiting: most others have fallen silent"
@@ -45,7 +45,7 @@ class LeadPhase(enum.Enum):
 
 @dataclass(frozen=True)
 class Inquired:
-    """What a majority of the members has answered to a new leader."""
+    """The answers of a majority of the members to a new leader."""
 
     authority: Authority
     """Higher than any that the members have seen."""
@@ -65,7 +65,7 @@ class Inquired:
 
 @dataclass(frozen=True)
 class Gather:
-    """One look at the workers that have not posted."""
+    """What to do now about the workers that have not posted."""
 
     ask: list[str]
     """Members to ask now whether they are still live."""
@@ -87,7 +87,8 @@ class LedRoundState:
         own_terms: Callable[[], Terms | None],
         layout: str | None,
     ) -> None:
-        """`own_terms`: of this worker's own post, if it has posted. `layout`: of its earlier rounds."""
+        """`own_terms`: gives the terms of this worker's own post, if it has posted. `layout`: that of its earlier
+        rounds."""
         self.key = key
         self._members = members
         self._settings = members.settings
@@ -104,15 +105,15 @@ class LedRoundState:
         self._hurried_at: float | None = None
         self.too_few = False
         """No plan could be made of the workers that are ready."""
-        # Of the plan that is carried out now
+        # The plan that is carried out now
         self.plan: Plan | None = None
         self.votes: dict[str, Vote] = {}
         """The votes of the workers that have the whole mean of `plan`."""
         self.refusals: dict[str, object] = {}
-        """What workers have answered to it instead of Done."""
+        """Worker -> its answer to the plan, where that is not Done."""
         self._certified_at = math.inf
-        """Since when most have voted for one mean."""
-        # Of all plans of the round
+        """When most had first voted for one mean; inf before."""
+        # All plans of the round
         self.troubles = Troubles(members)
         self._dropped: set[str] = set()
         self.opposed: set[str] = set()
@@ -152,8 +153,8 @@ class LedRoundState:
     def _may_count(self, plan: Plan, voters: Collection[str], banned: Collection[str]) -> bool:
         """Whether an earlier leader can have got a certificate from these workers, without the dead and the banned."""
         peers = self._members.peers
-        there = [peer for peer in voters if peer not in banned and (peer not in peers or not peers[peer].gone)]
-        return bool(self._quorum.counted()) and is_most(plan, there) and self._quorum.may_be_majority(there)
+        counting = [peer for peer in voters if peer not in banned and (peer not in peers or not peers[peer].gone)]
+        return bool(self._quorum.counted()) and is_most(plan, counting) and self._quorum.may_be_majority(counting)
 
     # Gather
 
@@ -203,7 +204,8 @@ class LedRoundState:
     # Plan
 
     def may_go_on(self) -> bool:
-        """Not while most others have just fallen silent: they may be on the other side of a split, or this one is."""
+        """Whether the round may go on: not while most others have just fallen silent, since a split may be between
+        them."""
         return self._members.may_go_on() and self._quorum.is_here()
 
     def make_plan(self) -> Plan:
@@ -241,7 +243,8 @@ class LedRoundState:
         return peer not in self._dropped and self._members.is_live(peer) and not clashes(self._members, peer)
 
     def _opposed_numbers(self, entries: tuple[Entry, ...]) -> tuple[int, ...]:
-        """Those of this round; in the first plan those that were so in the last rounds, if they are fewer than half."""
+        """The numbers of the workers whose contribution points against the others'; the first plan knows them from the
+        last rounds. Empty unless they are fewer than half."""
         if self.authority.attempt == 1:
             last = self._quorum.last
             before = {*last.opposed_peers} if last is not None else set()
@@ -305,7 +308,7 @@ class LedRoundState:
 
 
 def leader_of_most(answers: Mapping[str, str | None], is_majority: Callable[[Collection[str]], bool]) -> str | None:
-    """Another leader that the inquiring one gives way to: too few have promised anything to this one.
+    """The leader that the inquiring one gives way to; None if enough members have promised to obey it.
 
     `answers`: peer -> the leader that it follows; None for one that has promised to obey this one.
     """
@@ -317,5 +320,5 @@ def leader_of_most(answers: Mapping[str, str | None], is_majority: Callable[[Col
 
 
 def code_of(answer: object) -> str | None:
-    """The code of a refusal."""
+    """The code of a refusal (refusals.py); None for any other answer."""
     return answer.code if isinstance(answer, CallRefused) else None

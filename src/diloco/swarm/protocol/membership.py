@@ -33,7 +33,7 @@ class Peer:
     name: str
     credential: bytes
     addresses: tuple[str, ...]
-    """As the peer itself has told them."""
+    """The addresses that the peer itself has told."""
     told: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Addresses that other members have told while it is not live here, by teller."""
     status: Status = field(default_factory=Status)
@@ -111,15 +111,16 @@ class Membership:
         returning workers at once cannot outvote them. What is known of the others may be some beats old, and they count
         all the same: else a single one that claims to be ahead would outvote them.
         """
-        holders = [s for s in (self.status, *(peer.status for peer in self.live())) if s.has_state]
+        statuses = [self.status, *(peer.status for peer in self.live())]
+        holders = [status for status in statuses if status.has_state]
         latest = self.status.ended_round
-        voters = [
-            s for s in holders if latest >= 0 and s.contributed_round >= max(0, latest - _LATEST_ROUNDS)
-        ] or holders
+        first_recent = max(0, latest - _LATEST_ROUNDS)
+        contributors = [status for status in holders if latest >= 0 and status.contributed_round >= first_recent]
+        voters = contributors or holders
         return 0 < len(voters) <= 2 * sum(status.ended_round >= sequence for status in voters)
 
     def first_ahead(self, sequence: int) -> str | None:
-        """A live member that has ended this round."""
+        """The first live member that has ended this round; None if there is none."""
         return next((peer.name for peer in self.live() if peer.status.ended_round >= sequence), None)
 
     def may_go_on(self) -> bool:
@@ -141,7 +142,7 @@ class Membership:
         """Whether another worker that was heard here, or this one, has the number."""
         heard = [other for other in self.peers.values() if other.heard_at]
         numbers = {other.name: other.status.number for other in heard} | {self.me: self.status.number}
-        return any(its == number for other, its in numbers.items() if other != name)
+        return any(taken == number for other, taken in numbers.items() if other != name)
 
 
 # Numbers
@@ -158,14 +159,14 @@ def give_number(members: Membership, name: str, wished: int) -> int:
     told = {peer.status.number for peer in members.peers.values() if peer.status.number >= 0}  # as others say
     if number is None:
         number = wished if wished >= 0 and wished not in taken else _next(taken | told)
-    elif any(other < name for other, its in numbers.items() if its == number):
+    elif any(other < name for other, others_number in numbers.items() if others_number == number):
         number = _next(taken | told)
     members.numbers[name] = number
     return number
 
 
 def _next(taken: set[int]) -> int:
-    """Above all that are taken; a member that claims the highest number makes none impossible."""
+    """The number above all that are taken; the lowest free one if a member claims the highest that there is."""
     return max(taken) + 1 if max(taken) < MAX_NUMBER else min(set(range(len(taken) + 1)) - taken)
 
 
@@ -173,4 +174,4 @@ def clashes(members: Membership, name: str) -> bool:
     """Whether another live member has the number of this one, and a lower key."""
     number = members.number_of(name)
     numbers = {peer.name: peer.status.number for peer in members.live()} | {members.me: members.status.number}
-    return number >= 0 and any(other < name for other, its in numbers.items() if its == number)
+    return number >= 0 and any(other < name for other, others_number in numbers.items() if others_number == number)

@@ -78,7 +78,8 @@ class Beat(PeerMessage, frozen=True):
     """The live members as the sender sees them, by the ends of their names."""
     revocations_digest: Text
     ended: Annotated[bytes, Meta(max_length=END_BYTES)] = b""
-    """The beginning of the digest of the plan that the sender's last round has ended with, if it keeps that."""
+    """The beginning of the digest of the plan that has ended the sender's last round; empty if it does not keep
+    that."""
     roster: Roster = ()
     """Members that the receiver does not know."""
     revocations: Revocations = ()
@@ -89,7 +90,7 @@ class Addressed(PeerMessage, frozen=True):
 
     sender: Process
     receiver: Process
-    """As the sender holds it; "" where it knows none."""
+    """The receiver's process that the sender holds; "" where it knows none."""
     request: Annotated[bytes, Meta(max_length=MAX_CALL_BYTES)]
 
 
@@ -110,7 +111,7 @@ class Goodbye(PeerMessage, frozen=True):
 
 
 class Done(PeerMessage, frozen=True):
-    """It was heard."""
+    """The receiver has heard the message."""
 
 
 # From a worker to the leader of its round
@@ -233,13 +234,13 @@ class PostNow(PeerMessage, frozen=True):
 
 
 class AskOutcome(PeerMessage, frozen=True):
-    """How this round has ended for the receiver is asked for."""
+    """Asks how this round has ended for the receiver."""
 
     sequence: Sequence
 
 
 class AskLastPlan(PeerMessage, frozen=True):
-    """How the last round has ended is asked for: its plan tells which members count from then on (quorum.py)."""
+    """Asks how the last round has ended: its plan tells which members count from then on (quorum.py)."""
 
 
 class Outcome(PeerMessage, frozen=True):
@@ -258,7 +259,7 @@ class AskEnds(PeerMessage, frozen=True):
 
 
 class Ends(PeerMessage, frozen=True):
-    """How rounds have ended for the sender."""
+    """The answer to AskEnds: how the rounds have ended for the sender."""
 
     plans: Annotated[bytes, Meta(max_length=END_BYTES * MOST_ENDS)]
     """The beginnings of the plans' digests, one for each round; zeros where the sender does not know."""
@@ -336,13 +337,13 @@ class NotHere(PeerMessage, frozen=True):
     """The asked peer does not have it, or no longer."""
 
 
-# Of and for guests (`diloco join`, `status` and `doctor`)
+# Questions of guests (`diloco join`, `status` and `doctor`), and the answers
 
 MAX_MEASURED_BYTES = 512 << 10
 
 
 class AskStatus(PeerMessage, frozen=True):
-    """The state of the run and of its members is asked for."""
+    """Asks for the state of the run and of its members."""
 
 
 class StatusAnswer(PeerMessage, frozen=True):
@@ -352,7 +353,7 @@ class StatusAnswer(PeerMessage, frozen=True):
 
 
 class AskFiles(PeerMessage, frozen=True):
-    """The names of the files that the asked member serves are asked for."""
+    """Asks for the names of the files that the receiver serves."""
 
 
 class FileNames(PeerMessage, frozen=True):
@@ -362,11 +363,11 @@ class FileNames(PeerMessage, frozen=True):
 
 
 class AskTime(PeerMessage, frozen=True):
-    """The time of the asked machine is asked for."""
+    """Asks for the time of the receiver's machine."""
 
 
 class Time(PeerMessage, frozen=True):
-    """Seconds since 1970."""
+    """The answer to AskTime, in seconds since 1970."""
 
     time: float
 
@@ -379,7 +380,7 @@ class Measure(PeerMessage, frozen=True):
 
 
 class Measured(PeerMessage, frozen=True):
-    """As many bytes as were asked for."""
+    """The answer to Measure: as many bytes as it asks for."""
 
     data: bytes
 
@@ -433,7 +434,7 @@ class StateDigest(PeerMessage, frozen=True):
 
     digest: Sha256 | None = None
     pending: bool = False
-    """It is being computed: ask again."""
+    """The sender is computing the digest: ask again."""
 
 
 Message = (

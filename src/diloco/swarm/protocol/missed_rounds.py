@@ -33,7 +33,7 @@ class MissedRounds:
         self._forgot = True
 
     def rounds_of(self, fragment: int, entries: Iterable[Entry]) -> tuple[int, ...]:
-        """For a plan: the rounds of work that each entry counts as at most; () if as one each."""
+        """The rounds of work that each entry of a plan counts as at most; () if each counts as one."""
         rounds = tuple(min(MAX_WEIGHT_ROUNDS, self._rounds_of(fragment, entry)) for entry in entries)
         return rounds if any(count > 1 for count in rounds) else ()
 

@@ -84,7 +84,7 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @property
     def for_trainer(self) -> PresentWorker:
-        """As the trainers of the other workers get it: without a note if that cannot be read."""
+        """The contribution as the other workers' trainers get it: without a note if that cannot be read."""
         return self.contribution if self.fault is None else structs.replace(self.contribution, note=b"")
 
 
@@ -146,14 +146,18 @@ class Plan(PeerMessage, frozen=True, dict=True):
 
     @cached_property
     def digest(self) -> bytes:
-        """What workers sign to name this plan."""
+        """SHA-256 of the plan; workers sign it to name the plan."""
         return hashlib.sha256(encode(self)).digest()
 
     @cached_property
     def decision(self) -> Decision:
         faults = {entry.number: entry.fault for entry in self.entries if entry.fault is not None}
         counts = self.rounds or (1,) * len(self.entries)
-        judged = [(e, count) for e, count in zip(self.entries, counts, strict=True) if e.number not in self.opposed]
+        judged = [
+            (entry, count)
+            for entry, count in zip(self.entries, counts, strict=True)
+            if entry.number not in self.opposed
+        ]
         claims = [
             entry.parsed.claim if entry.fault is None else replace(entry.parsed.claim, norm=math.nan)  # it is refused
             for entry, _ in judged
@@ -176,8 +180,9 @@ class Plan(PeerMessage, frozen=True, dict=True):
         """
         if not self.contributors:
             return []
-        elsewhere = {self.entries[i].number for i in diverged([e.parsed.claim.anchor_digest for e in self.entries])}
-        found = list[Offence]()
+        anchors = [entry.parsed.claim.anchor_digest for entry in self.entries]
+        elsewhere = {self.entries[position].number for position in diverged(anchors)}
+        offences = list[Offence]()
         decision = self.decision
         harmless = decision.too_short | set(self.opposed)
         norms_tell = len(self.contributors) + len(decision.too_long) >= FEWEST_FOR_NORMS
@@ -186,11 +191,11 @@ class Plan(PeerMessage, frozen=True, dict=True):
             number = entry.number
             reason = decision.refused.get(number) or decision.clipped.get(number)
             by_norm = number in decision.clipped or number in decision.too_long
-            told = not by_norm or (norms_tell and claim.weight <= claim.round_weight)
-            named = entry.fault is not None or (number not in elsewhere and number not in harmless)
-            if reason is not None and told and named:
-                found.append(Offence(entry.peer, number, reason))
-        return found
+            is_sure = not by_norm or (norms_tell and claim.weight <= claim.round_weight)
+            is_dishonest = entry.fault is not None or (number not in elsewhere and number not in harmless)
+            if reason is not None and is_sure and is_dishonest:
+                offences.append(Offence(entry.peer, number, reason))
+        return offences
 
     @cached_property
     def liars(self) -> frozenset[str]:
@@ -220,8 +225,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
 
     def ranges(self, num_parts: int) -> dict[str, range]:
         """Contributor -> the parts that it reduces: consecutive ones, divided by shares as whole parts allow."""
-        shares = dict(zip((entry.peer for entry in self.entries), self.shares, strict=False))
-        mine = [shares.get(entry.peer, 1) for entry in self.contributors]
-        sums = list(accumulate(mine if any(mine) else [1 for _ in mine], initial=0))
+        share_of = dict(zip((entry.peer for entry in self.entries), self.shares, strict=False))
+        shares = [share_of.get(entry.peer, 1) for entry in self.contributors]
+        sums = list(accumulate(shares if any(shares) else [1 for _ in shares], initial=0))
         bounds = [num_parts * below // (sums[-1] or 1) for below in sums]
         return {entry.peer: range(bounds[i], bounds[i + 1]) for i, entry in enumerate(self.contributors)}

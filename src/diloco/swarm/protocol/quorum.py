@@ -27,7 +27,7 @@ class Quorum:
         self._members = members
         self._settings = members.settings
         self.agreed: Agreed | None = None
-        """How the last round has ended here, or at the worker that gave this one its state."""
+        """The end of the last round here, or at the worker that gave this one its state."""
         self._counted: dict[int, frozenset[str]] = {}
         """The members that counted for the last rounds, by round."""
         self._votes: dict[int, int] = {}
@@ -57,8 +57,8 @@ class Quorum:
         """
         if self.last is None:
             return set()
-        there = {peer.name for peer in self._members.with_state()}
-        return self._present(self._named() | (self._counted.get(self.last_ended, frozenset()) & there))
+        with_state = {peer.name for peer in self._members.with_state()}
+        return self._present(self._named() | (self._counted.get(self.last_ended, frozenset()) & with_state))
 
     def _named(self) -> set[str]:
         """The members that count by the plan of the last round, which is the same for all that have ended it."""
@@ -68,7 +68,7 @@ class Quorum:
         return names | {name for name, number in self._members.numbers.items() if number in self.last.counted}
 
     def _present(self, names: set[str]) -> set[str]:
-        """Those of these members that are not known to be liars, dead or gone; empty if fewer than three are left."""
+        """Leave out the members that are known to be liars, dead or gone; empty if fewer than three are left."""
         members = self._members
         last = self.last
         if last is None or self._settings.quorum == "any":
@@ -86,12 +86,12 @@ class Quorum:
         return tuple(sorted({status.number for status in live if status.has_state and status.contributed_round >= 0}))
 
     def _has_proved_its_key(self, peer: Peer) -> bool:
-        """It was heard here, or has signed the certificate of the last round. One that others only name may be
-        invented."""
+        """Whether this node has heard the peer, or the peer has signed the certificate of the last round. A peer that
+        others only name may be invented."""
         return peer.heard_at > 0 or (self.agreed is not None and peer.name in self.agreed.certificate.signatures)
 
     def _may_be_there(self, peer: Peer) -> bool:
-        """It is neither known to be dead or gone, nor silent for too long."""
+        """Whether the peer is neither known to be dead or gone, nor silent for too long."""
         silent_seconds = self._members.now() - peer.lost_at if peer.lost_at and not peer.live else 0.0
         return not peer.gone and not peer.left and silent_seconds < self._settings.minority_seconds
 
@@ -153,8 +153,9 @@ class Quorum:
 
     def can_end(self, sequence: int) -> bool:
         """Whether most can still be in this round, and have not given it up for a later one."""
-        there = {peer.name: peer.status for peer in self._members.live()} | {self._members.me: self._members.status}
-        return self.is_majority(self.counted() - {name for name, one in there.items() if one.gave_up(sequence)})
+        statuses = {peer.name: peer.status for peer in self._members.live()} | {self._members.me: self._members.status}
+        gone_on = {name for name, status in statuses.items() if status.gave_up(sequence)}
+        return self.is_majority(self.counted() - gone_on)
 
     def is_here(self) -> bool:
         """Whether a majority is live, as this node sees it."""
@@ -166,5 +167,5 @@ def _are_most(names: Collection[str], counted: Collection[str]) -> bool:
 
 
 def _has_been_in_rounds(peer: Peer) -> bool:
-    """Also a member that has missed rounds and fetches the state at the moment."""
+    """Whether the peer has the state, or has been in a mean: then it may be fetching the state after missed rounds."""
     return peer.status.has_state or peer.status.contributed_round >= 0

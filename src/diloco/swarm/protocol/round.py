@@ -1,4 +1,4 @@
-"""What a worker knows of a round that it has posted, as data. Only the methods here change it.
+"""The state of a round that a worker has posted. Only the methods here change it.
 
 Its phase follows from these facts; `TRANSITIONS` says which phase can follow on which, and why (a table of them is in
 docs/protocol.md, made by table.py).
@@ -66,10 +66,10 @@ TRANSITIONS: dict[RoundPhase, dict[RoundPhase, str]] = {
 class RoundState:
     posted: PostedRound
     number: int
-    """This worker's."""
+    """This worker's number."""
     started: float
     authority: Authority = NO_AUTHORITY
-    """The highest that has sent a message in this round: no lower one is obeyed."""
+    """The highest authority that has sent a message in this round: no lower one is obeyed."""
     root: bytes = b""
     """Binds this worker to its posted parts (audit/merkle.py)."""
     leader: str | None = None
@@ -79,17 +79,17 @@ class RoundState:
     plan: Plan | None = None
     planned_at: float | None = None
     vote: Vote | None = None
-    """For the whole mean of `plan`, which is in the posted memory."""
+    """This worker's vote for the whole mean of `plan`, which is in the posted memory."""
     comparison: Comparison = field(default_factory=Comparison)
-    """How the contributions to that mean compare, where this worker took part in its transfer."""
+    """The comparison of the contributions to that mean; empty if it was fetched later."""
     phases: RoundPhases = field(default_factory=RoundPhases)
-    """Where the seconds of that mean went, on the same condition."""
+    """Phase times of that mean; empty if it was fetched later."""
     cleared: set[str] = field(default_factory=set)
     """Workers whose contribution does not point against the others', in the last plan whose whole mean was here."""
     certificate: Certificate | None = None
-    """That the mean counts."""
+    """The votes with which the mean counts; None before."""
     result: RoundOutcome | None = None
-    """How the round has ended for this worker."""
+    """The end of the round for this worker; None before."""
     minority_since: float | None = None
     """When this worker last began to see no majority (following.py)."""
     unknown_since: float | None = None
@@ -105,7 +105,7 @@ class RoundState:
 
     @property
     def limits(self) -> tuple[float | None, Merge]:
-        """What the run says of norms and of the mean."""
+        """The run's bound on norms and its way to merge."""
         return self.posted.max_norm_ratio, self.posted.merge
 
     @property
@@ -186,7 +186,7 @@ class RoundState:
     # The mean
 
     def vote_for(self, vote: Vote, comparison: Comparison | None = None, phases: RoundPhases | None = None) -> None:
-        """The whole mean of the plan is here."""
+        """The whole mean of the plan is here, and this worker votes for it."""
         self.vote = vote
         self.comparison = comparison or self.comparison
         self.phases = phases or self.phases
@@ -196,7 +196,7 @@ class RoundState:
         self.cleared = workers
 
     def drop_mean(self) -> None:
-        """What is in the posted memory is no whole mean any more."""
+        """The posted memory holds no whole mean any more."""
         self.vote = None
         self.comparison = Comparison()
         self.phases = RoundPhases()
@@ -205,7 +205,7 @@ class RoundState:
         self.certificate = certificate
 
     def success(self, plan: Plan) -> RoundOutcome:
-        """What the trainer is told when the mean of this plan counts."""
+        """The outcome for the trainer when the mean of this plan counts."""
         decision = plan.decision
         failure = None
         if not decision.contributors and decision.refused.keys() - set(plan.opposed):

@@ -37,30 +37,33 @@ class Shares:
         """The same for a worker that did not send its means."""
 
     def record_failure(self, one: str, other: str) -> bool:
-        """A transfer between two live workers has failed; whether that is news."""
+        """A transfer between two live workers has failed; return whether that is news."""
         return self._put_off(self._failed, _pair(one, other), timing.BAD_PAIR_SECONDS)
 
     def record_withheld(self, peer: str) -> bool:
-        """A live worker has not sent the mean of its range; whether that is news."""
+        """A live worker has not sent the mean of its range; return whether that is news."""
         return self._put_off(self._withheld, peer, timing.WITHHELD_SECONDS)
 
     def is_blocked(self, plan: Plan) -> bool:
         """Whether a worker that reduces parts in this plan has lost another one since, and others can do without it."""
         apart = self._apart([entry.peer for entry in plan.entries])
         reducing = (
-            [e.peer for e, share in zip(plan.entries, plan.shares, strict=False) if share] if plan.shares else apart
+            [entry.peer for entry, share in zip(plan.entries, plan.shares, strict=False) if share]
+            if plan.shares
+            else apart
         )
         return not apart.isdisjoint(reducing) and bool(self.make(plan.entries))
 
     def make(self, entries: Sequence[Entry]) -> tuple[int, ...]:
-        """The share of each; () if all have the same one, or none can exchange parts with all others."""
+        """The share of each entry; () if all have the same one, or none can exchange parts with all others."""
         names = [entry.peer for entry in entries]
         without = self._apart(names) | {name for name in names if self._is_off(self._withheld, name)}
         shares = tuple(0 if name in without else share for name, share in zip(names, self._by_rate(names), strict=True))
         return () if not any(shares) or len(set(shares)) == 1 else shares
 
     def cut_off(self, entries: Sequence[Entry]) -> str | None:
-        """The worker without which others can reduce again, where each is in a bad pair; if there is such a worker."""
+        """Where every worker is in a bad pair: the one without which others can reduce again, if there is such a
+        worker."""
         names = [entry.peer for entry in entries]
         if len(self._apart(names)) < len(names):
             return None
@@ -78,7 +81,8 @@ class Shares:
         return self._is_off(self._failed, _pair(one, other)) or not (self._sees(one, other) and self._sees(other, one))
 
     def _sees(self, one: str, other: str) -> bool:
-        """As far as `one` has said; this node itself sees all that are in a plan of its own."""
+        """Whether `one` names `other` as live. This node sees all workers of its own plans, and so does a peer that has
+        named none."""
         peer = self._members.peers.get(one)
         return peer is None or peer.knows is None or other[-8:] in peer.knows
 

@@ -31,7 +31,7 @@ class Status(Struct, forbid_unknown_fields=True):
     position: Count = 0
     """Inner steps, as a position in the schedule."""
     tokens: Count = 0
-    """That this worker has trained on itself, in all its starts as far as they are in the run."""
+    """The tokens that this worker has trained on itself, in all its starts as far as they are in the run."""
     run_tokens: Count = 0
     """The tokens of all workers behind the contributions in the run's means; 0 where they are not counted."""
     loss: float = -1.0
@@ -44,15 +44,15 @@ class Status(Struct, forbid_unknown_fields=True):
     """The user's name for the machine."""
 
     def is_in(self, sequence: int) -> bool:
-        """It has posted this round, which has not ended for it."""
+        """Whether the worker has posted this round, which has not ended for it."""
         return -1 < self.waiting_round <= sequence <= self.next_round
 
     def has_posted(self, sequence: int) -> bool:
-        """It is in this round, or past it."""
+        """Whether the worker is in this round, or past it."""
         return self.next_round > sequence or self.is_in(sequence)
 
     def gave_up(self, sequence: int) -> bool:
-        """The round failed for this worker, which is in a later one or posts a later one next."""
+        """Whether the round has failed for this worker, which is in a later one or posts a later one next."""
         return self.ended_round < sequence < self.next_round and not self.is_in(sequence)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Status(Struct, forbid_unknown_fields=True):
 class OwnStatus(Status):
     """This worker's own status, as it travels in heartbeats. Only these methods write its place in the run."""
 
-    # A name in the run
+    # The number
 
     def take_number(self, number: int) -> None:
         self.number = number

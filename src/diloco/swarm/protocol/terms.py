@@ -55,7 +55,8 @@ class ReadyWorkers:
         self._terms[entry.peer] = terms
 
     def settle(self, mine: Terms | None) -> Terms | None:
-        """On which the round goes on; workers with others are no longer ready, and are told when they ask again."""
+        """Return the terms on which the round goes on. Workers with other terms are no longer ready, and are told so
+        when they ask again."""
         fitting = [terms for terms in self._terms.values() if terms.layout == (self._layout or terms.layout)]
         terms = mine or (Counter(fitting).most_common(1)[0][0] if fitting else None)
         self.left_out = [peer for peer, other in self._terms.items() if other != terms]

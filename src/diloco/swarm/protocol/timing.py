@@ -1,11 +1,11 @@
 """All waiting times of the swarm, each with its reason. What is changed here holds everywhere.
 
-Seconds, or a share: times `lost_seconds` (how long a silent peer counts as live) or `stall_seconds` (four times that),
-which are a run's own (settings.py), as `beat_seconds`, `timeout_seconds` and `minority_seconds` are. Limits of another
-kind (calls a second, sizes, counts) stand where they are kept.
+A name ends in SECONDS, or in SHARE: that is a factor of `lost_seconds` (how long a silent peer counts as live),
+`stall_seconds` (four times that), `beat_seconds`, `timeout_seconds` or `minority_seconds`, which each run sets
+(settings.py). Limits of another kind (calls a second, sizes, counts) stand where they are kept.
 """
 
-# How often is looked
+# Looking again
 
 POLL_SECONDS = 0.25
 """A task that waits for a change of the members looks again at the latest after this."""
@@ -22,16 +22,20 @@ FROZEN_SECONDS = 2.0
 """A tick that comes so late says that this process was frozen, and not that the others were silent."""
 FORGET_SECONDS = 600.0
 """A peer that has left is forgotten after this; one that is silent is named to joiners no longer."""
+REDIAL_DIVISOR = 10.0
+"""A silent peer is called again after this part of the time that it has been silent."""
 LONGEST_REDIAL_SECONDS = 300.0
 """A silent peer is called for ever, less and less often, and at the latest after this."""
 HALF_SILENT_SHARE = 0.5
 """Times `lost_seconds`: the wait after half of the members have fallen silent at once; this machine may be cut off."""
 MOST_SILENT_SHARE = 12.0
 """Times `lost_seconds`: the wait after more than half have. About a minute: then they are really lost."""
+SECOND_CALLER_SHARE = 1.6
+"""Times `beat_seconds`: when the peer with the higher name begins a heartbeat itself, having heard none."""
 GOODBYE_SECONDS = 2.0
-"""For each goodbye of a worker that leaves: its user waits for it."""
+"""The longest that a worker which leaves waits for an answer to its goodbyes: its user waits as long."""
 SAVE_SECONDS = 1.0
-"""For writing peers.json at the end."""
+"""The longest that writing peers.json may take when a worker leaves."""
 FAULT_TOLD_EVERY = 60.0
 """Between two events of the same fault: a peer may know how to cause it. The log has a line of each."""
 
@@ -39,12 +43,17 @@ FAULT_TOLD_EVERY = 60.0
 
 SEARCH_SECONDS = 60.0
 """How long a joiner looks for a member, and asks for a number: a restarted swarm needs some seconds."""
+ADMISSION_SHARE = 3.0
+"""Times `lost_seconds`, or SEARCH_SECONDS if that is longer: how long a joiner asks members that do not admit it
+yet."""
 FOUNDER_SEARCH_SECONDS = 6.0
 """How long a founder looks for members before it begins a new swarm."""
 SEARCH_PAUSE_SECONDS = 0.5
 """Between two attempts to find a member."""
 LOOK_SECONDS = 20.0
 """Between two looks for members that are not known, at first: a side of a split finds the other so."""
+LOOK_GROWTH = 1.5
+"""Each such pause is this many times as long as the one before, unless a member was found."""
 LONGEST_LOOK_SECONDS = 300.0
 """Between two such looks at most."""
 
@@ -74,18 +83,18 @@ LEAST_PATIENCE_SHARE = 0.2
 QUIET_SHARE = 0.6
 """Times `beat_seconds`: a missing worker that was silent for so long is asked at once whether it is still live."""
 STEP_SHARE = 3.0
-"""Times the inner step of the slowest worker: how long workers get which were told to post what they have."""
+"""Times the inner step of the slowest missing worker: how long a round waits for workers that were told to post now."""
 LONGEST_STEP_SHARE = 0.25
-"""Times `timeout_seconds`: the longest that a round waits so, for steps or for a transfer."""
+"""Times `timeout_seconds`: the upper bound of that wait, and of what a leader is allowed for it or for a transfer."""
 LEAST_GRACE_SHARE = 0.6
-"""Times `lost_seconds`: the shortest time that workers get which were told to post what they have."""
+"""Times `lost_seconds`: the lower bound of that wait, however short inner steps are."""
 
 # The transfer of a round
 
 TRANSFER_SHARE = 2.0
 """Times the last transfer of its slowest worker: how long the next one may take."""
 MOST_TRANSFER_SHARE = 8.0
-"""Times `lost_seconds`: how long the next parts of a worker may take while its line is not known."""
+"""Times `lost_seconds`: the longest wait for a worker's next parts; it holds while its line is not known."""
 LEAST_TRANSFER_SHARE = 2.0
 """Times `lost_seconds`, however short transfers are: a plan that is lost on its way arrives after one."""
 ALIVE_SECONDS = 1.0
@@ -93,22 +102,34 @@ ALIVE_SECONDS = 1.0
 MEAN_SHARE = 1.5
 """Times as long as a reducer waits for parts, the others wait for its mean: it names the late worker first."""
 TROUBLE_SECONDS = 0.5
-"""After the first report of a failed transfer, before it is judged: a dead worker is found out in this time."""
+"""From the first report of a failed transfer until it is judged: a dead worker is found out in this time."""
 BAD_PAIR_SECONDS = 60.0
 """Two workers exchange no parts for this long after a failed transfer, and twice as long each further time."""
 LONGEST_BAD_SECONDS = 3600.0
-"""And this at most."""
+"""The longest that two workers exchange no parts, or that a worker reduces nothing, after repeated failures."""
 WITHHELD_SECONDS = 600.0
 """A worker that withheld its means reduces nothing for this long, and twice as long each further time."""
 
 # The state
 
 TURN_SHARE = 2.0
-"""Times `lost_seconds`: so long a reader keeps its place, though others wait and it is slow."""
+"""Times `lost_seconds`: how long a slow reader of the state keeps its place while others wait for one."""
 IDLE_SHARE = 4.0
 """Times `stall_seconds`: a reader that asks for nothing for so long is not waited for with means."""
+HEAD_SHARE = 4.0
+"""Times `stall_seconds`: how long a source may take to begin: its trainer makes a snapshot first, or a file is
+hashed."""
+WITNESS_SHARE = 4.0
+"""Times `stall_seconds`: how long members that compute the digest of a state, or are behind, are asked for it."""
+NO_SOURCE_SHARE = 0.25
+"""Times `stall_seconds` without a member that has the state: a worker that was in rounds then goes on with its own."""
+NO_SOURCE_JOINER_SHARE = 4.0
+"""The same for a joiner, which has no state of its own: it ends with an error."""
+DISAGREEMENT_SHARE = 8.0
+"""Times `stall_seconds` since a state was first refused that other members do not have: then a joiner ends with an
+error, and a worker that was in rounds keeps its own state if only one member is left."""
 SOURCE_SHARE = 0.5
-"""Times `stall_seconds` without a piece of the state: then another source is asked beside this one."""
+"""Times `stall_seconds`: after so long without a piece of the state another source is asked beside this one."""
 STATE_TOLD_EVERY = 1.0
 """Between two events that tell how much of a state has arrived."""
 WITNESS_PAUSE_SECONDS = 1.0
@@ -119,43 +140,43 @@ LOST_ROUNDS_TOLD_EVERY = 60.0
 # The check of a mean
 
 CHECK_DELAY_SECONDS = 0.5
-"""A check begins so long after its round at the latest: the outer step has the processor first."""
+"""The longest pause between a round and its check: the outer step has the processor first."""
 PART_PAUSES = (1.0, 2.0, 4.0, 8.0)
-"""Between questions for a part: a line that loses messages for a while is no lie."""
+"""The pauses between questions for a part: a line that loses messages for a while is no lie."""
 
 # A guest, which joins or asks for the status
 
 GUEST_CALL_SECONDS = 10.0
-"""For the answer of a member."""
+"""The longest wait for the answer of a member."""
 GUEST_LATER_SECONDS = 2.0
-"""For the other members, after one has answered."""
+"""The longest wait for the other members, once one has answered."""
 GUEST_STALL_SECONDS = 30.0
 """A file that makes no progress for so long is asked of another member."""
 GUEST_START_SECONDS = 60.0
-"""For its p2pd and the first member."""
+"""The longest wait for its p2pd and the first member."""
 
 # Between a trainer and its sidecar
 
 ENGINE_START_SECONDS = 120.0
-"""For the sidecar's start: the search for a member, and a number."""
+"""The longest start of a sidecar: it searches for a member, and asks for a number."""
 FETCH_STATE_SECONDS = 6 * 3600.0
-"""For a large state over a slow line; the sidecar itself notices a stalled transfer."""
+"""The longest that a large state may take over a slow line; the sidecar itself notices a stalled transfer."""
 PROGRESS_SECONDS = 0.5
 """Between two reports of a trainer's progress to its sidecar."""
 LAST_ROUND_SECONDS = 10.0
-"""For a round that is under way when the engine closes."""
+"""The longest wait for a round that is under way when the engine closes."""
 DEADLINE_GRACE_SECONDS = 5.0
-"""After the deadline of a round, for the sidecar to report the failure itself."""
+"""The time after a round's deadline in which the sidecar reports the failure itself."""
 OUTCOME_POLL_SECONDS = 0.5
 """Between two looks whether the sidecar of a waiting round is still there."""
 STATUS_SECONDS = 1.0
 """Between two reports of the run's status to the trainer."""
 SNAPSHOT_SECONDS = 60.0
-"""For a trainer's snapshot: it makes one between two inner steps."""
+"""The longest wait for a trainer's snapshot, which it makes between two inner steps."""
 SIDECAR_LEAVE_SECONDS = 2.5
-"""For the sidecar's goodbye to the members."""
+"""The longest that a sidecar's goodbye to the members may take."""
 SIDECAR_CLOSE_SECONDS = 1.5
-"""For the end of its network."""
+"""The longest that the end of its network may take."""
 SIDECAR_SILENT_TURNS = 30
 """A sidecar is frozen after this many seconds without a message, counted while the trainer itself runs."""
 SIDECAR_FIRST_TURNS = 60
@@ -163,19 +184,19 @@ SIDECAR_FIRST_TURNS = 60
 RESTARTS_SECONDS = 600.0
 """Within this time a sidecar is restarted a few times and no more (`RESTARTS`)."""
 RESTART_PAUSE_SECONDS = 1.0
-"""Before the second restart; twice as long before each further one. The first comes at once."""
+"""The pause before the second restart; twice as long before each further one. The first comes at once."""
 SEND_SECONDS = 2.0
-"""For a message to the sidecar."""
+"""The longest that sending a message to the sidecar may take."""
 LEAVE_SECONDS = 3.0
-"""For the sidecar to leave the swarm: a little longer than it takes itself."""
+"""The longest wait for the sidecar to leave the swarm: a little longer than it takes itself."""
 EXIT_SECONDS = 2.0
-"""For its process to end, before it is killed."""
+"""The time that its process has to end, before it is killed."""
 THREAD_SECONDS = 5.0
-"""For the thread that supervises it to end."""
+"""The longest wait for the end of the thread that supervises it."""
 DYING_SECONDS = 0.5
-"""For the exit code of a sidecar whose link has closed."""
+"""The longest wait for the exit code of a sidecar whose link has closed."""
 WRITER_SECONDS = 1.0
-"""For the thread that writes snapshots to end."""
+"""The longest wait for the end of the thread that writes snapshots."""
 
 # The network
 
@@ -188,25 +209,26 @@ DIAL_BACK_SECONDS = 1.5
 PUNCH_RETRY_SECONDS = 0.05
 """Between two attempts to connect at the same moment as the other peer: it may begin a little later."""
 REACHABLE_ASK_SECONDS = 5.0
-"""For a public peer to answer whether it reaches this machine, or for a relay to give it a reservation."""
+"""The longest wait for a public peer to answer whether it reaches this machine, or for a relay's reservation."""
 REACHABLE_CHECK_SECONDS = 2.0
 """Between two looks whether this machine has lost its relays, or still does not know if it can be reached."""
 REACHABLE_FIRST_PAUSE = 5.0
-"""After an attempt that did not help; twice as long after each further one: each restarts p2pd, or asks all peers."""
+"""The pause after an attempt that did not help, which doubles: each attempt restarts p2pd, or asks all peers."""
 REACHABLE_LONGEST_PAUSE = 300.0
-"""After such an attempt at most."""
+"""The longest such pause."""
 RESERVATION_POLL_SECONDS = 0.05
 """Between two looks whether a relay has given a reservation."""
 PEERS_CHANGED_SECONDS = 2.0
 """Between two writes of peers.json when a peer or an address in it is new."""
 PEERS_UNCHANGED_SECONDS = 20.0
-"""And when only the times in it are."""
+"""Between two writes of peers.json when only the times in it are new."""
 RECONNECT_SECONDS = 3.0
-"""For a connection that broke to be made again: the call that needs it has a limit of its own, and tries only once."""
+"""The longest that making a broken connection again may take: the call that needs it has a limit of its own."""
 DAEMON_ASK_SECONDS = 5.0
-"""For an answer of the local p2pd, also where it asks a peer for it: to connect back, or what its relay carries."""
+"""The longest wait for an answer of the local p2pd, also where p2pd asks a peer: to connect back, or its relay's
+load."""
 DAEMON_CLOSE_SECONDS = 1.0
-"""For the tasks of a closed control connection to p2pd to end."""
+"""The longest wait for the tasks of a closed control connection to p2pd."""
 PACING_SHORT_SECONDS = 0.5
 """A stream's window grows while its bytes are acknowledged within this: the line's queue is short."""
 PACING_LONG_SECONDS = 1.5
@@ -214,24 +236,25 @@ PACING_LONG_SECONDS = 1.5
 LINGER_SECONDS = 20.0
 """A closed stream waits this long until its last bytes have arrived; p2pd would lose them."""
 DAEMON_START_SECONDS = 20.0
-"""For p2pd to begin to listen."""
+"""The longest wait until p2pd listens."""
 DAEMON_STOP_SECONDS = 2.0
-"""For p2pd to end, before it is killed."""
+"""The time that p2pd has to end, before it is killed."""
 STALE_SOCKETS_SECONDS = 60.0
 """A folder of sockets that is older, without a process, is left over from a killed worker. One that is younger may
 belong to a process that has not locked it yet."""
 RELAY_PROBE_SECONDS = 3.0
-"""For a relay to say how many bytes it carries: our own p2pd's at its start, a peer's for the doctor."""
+"""The longest wait for a relay to say how many bytes it carries: our own p2pd's at its start, a peer's for the
+doctor."""
 BUSY_SECONDS = 1.0
 """A refusal of a peer that calls too often is sent after this: it may call again at once, and gets few so."""
 STREAM_HEADER_SECONDS = 10.0
-"""For the first bytes of a stream that p2pd hands over: which peer has opened it."""
+"""The longest wait for the first bytes of a stream that p2pd hands over, which name the peer that has opened it."""
 
 # Invitations and the doctor
 
 INVITED_LIVE_SECONDS = 60.0
 """A peer silent for so long before the latest news of any peer is left out of invitations."""
 DOCTOR_SECONDS = 5.0
-"""For each question of the doctor to a member."""
+"""The longest wait for the answer to a question of the doctor."""
 DOCTOR_MEASURE_SECONDS = 2.0
-"""For the measurement of a line's bandwidth."""
+"""The longest that measuring a line's bandwidth may take."""

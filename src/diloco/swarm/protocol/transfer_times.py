@@ -16,7 +16,7 @@ from diloco.swarm.protocol.plan import MAX_WORKERS, Plan
 class TransferTimes:
     def __init__(self) -> None:
         self._seconds: LruCache[float] = LruCache(MAX_WORKERS)
-        """How long the last transfer took that each peer was in."""
+        """The seconds of the last transfer that each peer took part in."""
         self._rates: LruCache[float] = LruCache(MAX_WORKERS)
         """Bytes a second from each peer, in the last transfer that had enough of them."""
 
@@ -31,7 +31,7 @@ class TransferTimes:
         return self._rates.get(peer)
 
     def expect_slower(self, peers: Iterable[str], least: float) -> None:
-        """They were left behind: the next transfer may take twice what theirs were expected to, at least `least`."""
+        """Allow peers that were left behind twice their expected time in the next transfer, at least `least`."""
         for peer in peers:
             self._seconds.put(peer, max(least, 2.0 * (self._seconds.get(peer) or 0.0)))
 
@@ -47,7 +47,7 @@ class TransferTimes:
         return max(least, timing.TRANSFER_SHARE * longest)
 
     def patience(self, plan: Plan, lost_seconds: float) -> float:
-        """How long the next parts of a worker may take."""
+        """How long a worker may take before its next parts arrive."""
         return min(
             timing.MOST_TRANSFER_SHARE * lost_seconds, self.limit(plan, timing.LEAST_TRANSFER_SHARE * lost_seconds)
         )

@@ -1,4 +1,4 @@
-"""What the workers of a plan report to its leader, and which of them are left out of the next attempt.
+"""The reports of a plan's workers to its leader, and the workers that are left out of the next attempt for them.
 
 A report is one worker's word against another's, and no number of members that lie together must gain by it. What can be
 proved needs no report: its author is banned (audit/liars.py). What cannot be proved costs both alike:
@@ -23,9 +23,9 @@ from diloco.swarm.protocol.shares import Shares
 
 _MAX_TROUBLES = 2
 _MAX_QUARRELS = 256
-_LASTING = 3  # rounds in which two workers could not take part together
-_TOGETHER = 8  # every so many rounds
-_MOST_TRIED = 24  # workers of one knot of quarrels for which the fewest that can rest are searched for
+_LASTING = 3  # a quarrel lasts once two workers could not exchange parts in so many rounds
+_TOGETHER = 8  # every so many rounds a plan may have all workers that quarrel
+_MOST_TRIED = 24  # in a larger knot of quarrels one small set that can rest is found, not the smallest
 
 Pair = tuple[str, str]
 
@@ -51,7 +51,7 @@ class Troubles:
         self._times: Counter[Pair] = Counter()
 
     def begin(self) -> None:
-        """Another attempt begins."""
+        """Forget the reports of the last attempt: another one begins."""
         self._reported = []
 
     def add(self, sender: str, trouble: Trouble) -> None:
@@ -59,12 +59,12 @@ class Troubles:
             self._reported.append((sender, trouble))
 
     def accused(self, plan: Plan) -> dict[str, set[str]]:
-        """Accused of a lie -> its accusers."""
-        found: dict[str, set[str]] = {}
-        for sender, one in self._reported:
-            if one.lie and plan.entry(one.peer) is not None:
-                found.setdefault(one.peer, set()).add(sender)
-        return found
+        """Worker that is accused of a lie -> its accusers."""
+        accusers: dict[str, set[str]] = {}
+        for sender, report in self._reported:
+            if report.lie and plan.entry(report.peer) is not None:
+                accusers.setdefault(report.peer, set()).add(sender)
+        return accusers
 
     @property
     def reported(self) -> bool:
@@ -92,29 +92,33 @@ class Troubles:
         pairs = self._pairs(plan)
         news = [shares.record_failure(*pair) for pair in pairs]
         cut_off = shares.cut_off(plan.entries)
-        if cut_off not in (None, self._members.me) and is_majority([e.peer for e in plan.entries if e.peer != cut_off]):
+        if cut_off not in (None, self._members.me) and is_majority(
+            [entry.peer for entry in plan.entries if entry.peer != cut_off]
+        ):
             return Dropped({cut_off: "others cannot exchange parts with it"})
         if True in news:  # bad pairs exchange no parts from now on
             return Dropped({})
         return self._judge_pairs(plan, pairs, quarrels)
 
     def _withheld(self, plan: Plan, what: Withheld) -> dict[str, set[str]]:
-        """The workers that others wait for, and which do."""
+        """Worker that does not send `what` -> the workers that wait for it, as they report."""
         waiting: dict[str, set[str]] = {}
-        for sender, one in self._reported:
-            if one.withheld == what and plan.entry(one.peer) is not None and one.peer != self._members.me:
-                waiting.setdefault(one.peer, set()).add(sender)
+        for sender, report in self._reported:
+            if report.withheld == what and plan.entry(report.peer) is not None and report.peer != self._members.me:
+                waiting.setdefault(report.peer, set()).add(sender)
         return waiting
 
     def _that_most_miss(self, plan: Plan, what: Withheld) -> str | None:
-        """The worker that more than half of the plan's workers wait for, or this one itself and another."""
+        """The worker that more than half of the plan's workers wait for, or this node and another one; None if there is
+        none."""
         waiting = self._withheld(plan, what)
         me = self._members.me
         sure = [peer for peer, names in waiting.items() if _are_most(plan, names) or (me in names and len(names) > 1)]
         return max(sure, key=lambda peer: (len(waiting[peer]), self._members.number_of(peer)), default=None)
 
     def judge_lies(self, plan: Plan, quarrels: "Quarrels") -> Dropped | None:
-        """None to go on; Dropped({}) to try again, without one of each two that quarrel."""
+        """Record the accusations as quarrels. Dropped({}): make the next plan without one of each two that quarrel;
+        None: go on."""
         accused = self.accused(plan)
         if any(not self._members.is_live(peer) for peer in accused):
             return None  # it was banned with a proof, or is lost
@@ -124,13 +128,15 @@ class Troubles:
         return Dropped({})
 
     def _pairs(self, plan: Plan) -> list[Pair]:
-        """Workers that cannot exchange parts with each other, as one of them says, and have to in this plan."""
+        """Pairs of workers that cannot exchange parts, as one of the two reports, and have to in this plan."""
         shares = dict(zip((entry.peer for entry in plan.entries), plan.shares, strict=False))
-        told = [_pair(sender, one.peer) for sender, one in self._reported if plan.entry(one.peer) is not None]
-        return [pair for pair in dict.fromkeys(told) if any(shares.get(name, 1) for name in pair)]
+        reported = [
+            _pair(sender, report.peer) for sender, report in self._reported if plan.entry(report.peer) is not None
+        ]
+        return [pair for pair in dict.fromkeys(reported) if any(shares.get(name, 1) for name in pair)]
 
     def _judge_pairs(self, plan: Plan, pairs: list[Pair], quarrels: "Quarrels") -> Dropped | None:
-        """Dropped({}) to try again: with both the first time, then with one of them."""
+        """Dropped({}): try again, the first time with both workers of each pair, then with one of them; None: go on."""
         self._reported = []
         self._times.update(pairs)
         for pair in pairs:
@@ -144,14 +150,15 @@ class _Quarrel:
     last: int
     """The last round in which one of the two reported the other."""
     rounds: int
-    """In how many rounds that was so; at least `_LASTING` where it lasts."""
+    """The number of rounds in which that was so; at least `_LASTING` where the quarrel lasts."""
 
     def holds(self, sequence: int) -> bool:
+        """Whether the two cannot be in that round together."""
         return self.last == sequence or self.rounds >= _LASTING
 
 
 class Quarrels:
-    """Which workers cannot be in a plan together, in all rounds that this node leads.
+    """The workers that cannot be in a plan together, in all rounds that this node leads.
 
     One of two that quarrel lies, or neither does, and no third worker can tell. So one of them rests in each round, and
     no time is lost, as no plan has both. In a knot of quarrels either the fewest workers rest that leave no two that
@@ -165,7 +172,7 @@ class Quarrels:
     def __init__(self, me: str) -> None:
         self._me = me
         self._quarrels: dict[Pair, _Quarrel] = {}
-        """The latest is the last one."""
+        """In the order of their latest reports."""
 
     def record(self, one: str, other: str, sequence: int, *, lasting: bool) -> None:
         pair = _pair(one, other)
@@ -177,13 +184,16 @@ class Quarrels:
 
     def settle(self, names: Collection[str]) -> None:
         """These workers have been in a round together that ended well."""
-        self._quarrels = {pair: one for pair, one in self._quarrels.items() if not set(pair) <= set(names)}
+        self._quarrels = {pair: quarrel for pair, quarrel in self._quarrels.items() if not set(pair) <= set(names)}
 
     def left_out(self, names: Sequence[str], sequence: int, is_majority: Callable[[Collection[str]], bool]) -> set[str]:
-        """The ones of these workers that rest. `is_majority`: whether some are enough for a plan."""
-        here = [pair for pair, one in self._quarrels.items() if set(pair) <= set(names) and one.holds(sequence)]
+        """The workers among `names` that rest in this round. `is_majority`: whether some workers are enough for a
+        plan."""
+        quarrelling = [
+            pair for pair, quarrel in self._quarrels.items() if set(pair) <= set(names) and quarrel.holds(sequence)
+        ]
         out: set[str] = set()
-        for knot in _knots(here):
+        for knot in _knots(quarrelling):
             if sequence % _TOGETHER == 0 and all(self._quarrels[pair].last != sequence for pair in knot):
                 continue
             # This node knows of itself that it does not lie.
@@ -197,22 +207,23 @@ class Quarrels:
 
 
 def _knots(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """The pairs, those together that are connected."""
+    """The connected components of the quarrels: no worker is in two knots."""
     rest = sorted(pairs)
-    found = list[list[Pair]]()
+    knots = list[list[Pair]]()
     while rest:
         names = set(rest[0])
         size = 0
         while len(names) > size:
             size = len(names)
             names.update(name for pair in rest if not names.isdisjoint(pair) for name in pair)
-        found.append([pair for pair in rest if set(pair) <= names])
+        knots.append([pair for pair in rest if set(pair) <= names])
         rest = [pair for pair in rest if not set(pair) <= names]
-    return found
+    return knots
 
 
 def _sides(knot: Sequence[Pair], sequence: int) -> list[set[str]]:
-    """The workers that may rest in this round, those whose turn it is first: each pair has one of them."""
+    """The sides of a knot, the one first whose turn to rest it is: each pair has a worker on either side. Only the
+    fewest workers where two of these quarrel."""
     fewest = _fewest(knot)
     others = {name for pair in knot for name in pair} - fewest
     if any(set(pair) <= fewest for pair in knot) or not others:
@@ -222,7 +233,7 @@ def _sides(knot: Sequence[Pair], sequence: int) -> list[set[str]]:
 
 
 def _fewest(pairs: Sequence[Pair]) -> set[str]:
-    """The fewest workers of which each pair has one: either the one in most pairs, or all that it is in pairs with."""
+    """The fewest workers of which each pair has one (a vertex cover): the one in most pairs, or all its partners."""
     if not pairs:
         return set()
     counts = Counter(name for pair in pairs for name in pair)
@@ -244,20 +255,20 @@ def _are_most(plan: Plan, senders: Collection[str]) -> bool:
 
 
 def choose(
-    here: list[Entry],
+    fit: list[Entry],
     sequence: int,
     quarrels: Quarrels,
     attendance: Attendance,
     is_majority: Callable[[Collection[str]], bool],
 ) -> list[Entry]:
-    """The workers of a plan: without one of any two that quarrel, and without those that were left out of the last
-    rounds, if the others are enough."""
-    out = quarrels.left_out([entry.peer for entry in here], sequence, is_majority)
-    here = [entry for entry in here if entry.peer not in out]
-    kept = [entry for entry in here if attendance.takes(entry.peer)]
-    if len(kept) == len(here) or not kept or not is_majority([entry.peer for entry in kept]):
-        return here
-    for entry in here:
-        if entry not in kept:
+    """Choose the workers of a plan from the fit ones: without one of any two that quarrel, and without those that were
+    left out of the last rounds, if the others are enough."""
+    resting = quarrels.left_out([entry.peer for entry in fit], sequence, is_majority)
+    candidates = [entry for entry in fit if entry.peer not in resting]
+    chosen = [entry for entry in candidates if attendance.takes(entry.peer)]
+    if len(chosen) == len(candidates) or not chosen or not is_majority([entry.peer for entry in chosen]):
+        return candidates
+    for entry in candidates:
+        if entry not in chosen:
             attendance.record_passed_over(entry.peer)
-    return kept
+    return chosen
