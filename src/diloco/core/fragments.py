@@ -40,13 +40,13 @@ _SPAN_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}  # with a quarter, a CPU spen
 
 
 def span_elements(device: torch.device) -> int:
-    """How many elements to process at a time: on a CPU few enough for its cache, elsewhere many."""
+    """The elements to process at a time: on a CPU few enough for its cache, elsewhere many."""
     return _SPAN_ELEMENTS.get(device.type, 1 << 22)
 
 
 @dataclass(frozen=True)
 class PartLayout:
-    """How `numel` elements are cut into equal parts; the last one is padded with zeros."""
+    """Cuts `numel` elements into equal parts; the last one is padded with zeros."""
 
     numel: int
 
@@ -97,7 +97,7 @@ class Fragment:
         self._span_parts = min(self.layout.num_parts, max(1, elements // self.layout.part_elements))
         self._kept: list[Tensor] | None = None
         self.swapped = False
-        """The anchor is in the tensors' place, and they in its."""
+        """The anchor is in the tensors' memory, and the tensors' values are in the anchor's."""
         self._swappable = all(tensor.dtype == torch.float32 and tensor.requires_grad for tensor in self.tensors)
         self._memory = [(tensor.stride(), tensor.dtype, tensor.device) for tensor in self.tensors]
         most = self._span_parts * self.layout.part_elements
@@ -184,7 +184,8 @@ class Fragment:
     def _pieces(self, span: Span) -> Iterator[tuple[Tensor, slice, slice]]:
         """The tensors a span crosses, with the range within the tensor and the range within the span."""
         for index in range(bisect_right(self._starts, span.start) - 1, len(self.tensors)):
-            tensor, start = self.tensors[index], self._starts[index]
+            tensor = self.tensors[index]
+            start = self._starts[index]
             if start >= span.stop:
                 return
             first = max(span.start, start)

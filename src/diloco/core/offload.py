@@ -62,7 +62,8 @@ class Staging:
         self._leaving.synchronize()
 
     def _fetch(self, home: Sequence[Tensor], spans: Sequence[slice], number: int) -> None:
-        slot, span = self._slots[number % _SLOTS], spans[number]
+        slot = self._slots[number % _SLOTS]
+        span = spans[number]
         self._arriving.wait_event(slot.free)
         with torch.cuda.stream(self._arriving):
             for buffer, staged in zip(home, slot.buffers, strict=False):

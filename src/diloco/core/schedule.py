@@ -22,7 +22,7 @@ from diloco.errors import ConfigError
 
 
 class RoundLengths(Protocol):
-    """How long rounds are that do not all take H inner steps; equal on all workers, since the schedule is."""
+    """The lengths of rounds that do not all take H inner steps; the same on all workers, as the schedule is."""
 
     def length(self, base: int, step: int) -> int:
         """The inner steps of a round that begins after inner step `step`; at least `base`, which is H."""
@@ -116,7 +116,7 @@ class Schedule:
         return sequence // len(self.offsets)
 
     def turns_until(self, step: int) -> int:
-        """How many turns have begun when inner step `step` is taken."""
+        """The number of turns that have begun when inner step `step` is taken."""
         steps = step - self.warm_start
         return self._turn_at(steps - 1) + 1 if steps > 0 else 0
 
@@ -168,7 +168,7 @@ class Schedule:
         return self.warm_start + self._start(turn) + place
 
     def posts_until(self, step: int) -> int:
-        """How many posts are due by the end of inner step `step`: the sequence number of the next one."""
+        """The number of posts that are due by the end of inner step `step`: the sequence number of the next one."""
         step = max(0, step - self.warm_start)
         turn = self._turn_at(step)
         H = self.turn_steps(turn)

@@ -89,7 +89,8 @@ class LocalEngine(FixedEngine):
             self.swarm.changed.notify_all()
 
     def fetch_state(self) -> GlobalState | None:
-        """At the start worker 0's state; later that of a worker with more merged rounds, or with the right anchor."""
+        """Give worker 0's state at the start; later that of a worker with more merged rounds, or with the right
+        anchor."""
         providers = self.swarm.providers
         self._missed = {p: count for p, count in self._missed.items() if self._rounds_of(self.worker, p) < count}
         source = self._source
@@ -195,7 +196,8 @@ class _Round:
             return
         first = self.contributions[present[0]]
         self.decision = decide(present, [self.headers[w].claim for w in present], first.max_norm_ratio, first.merge)
-        vector, has_mean = first.vector, self.decision.total_weight > 0
+        vector = first.vector
+        has_mean = self.decision.total_weight > 0
         self.mean = EncodedVector(vector.codec.for_means, vector.layout, vector.device)
         if has_mean:
             self.comparison = reduce_parts(
@@ -241,7 +243,8 @@ class _LocalPending(PendingRound):
         return self._result(round_.decision, round_.mean)
 
     def arrived_mean(self) -> EncodedVector | None:
-        round_, swarm = self.round, self.engine.swarm
+        round_ = self.round
+        swarm = self.engine.swarm
         with swarm.changed:
             swarm.changed.wait_for(lambda: round_.complete, self.deadline - time.monotonic())
             return round_.mean if round_.decision is not None and round_.decision.total_weight > 0 else None

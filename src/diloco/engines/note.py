@@ -54,7 +54,7 @@ class Note:
     validation: ValidationFigure | None = None
     """The latest figure that the worker knows."""
     own_tokens: int = 0
-    """That the worker has trained on, in all its starts as far as they are in the run."""
+    """The tokens that the worker has trained on, in all its starts as far as they are in the run."""
     tokens: Mapping[int, int] = field(default_factory=dict)
     """Worker -> its tokens that are in the run's means, as far as the author knows (training/swarm/token_counts.py)."""
 

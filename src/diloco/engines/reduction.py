@@ -49,7 +49,7 @@ _LEAST_ELEMENTS = 1 << 17  # for one of several threads
 
 @dataclass(frozen=True)
 class Decision:
-    """Which workers are in the mean, with which weights, and why the others are not."""
+    """The workers that are in the mean, their weights, and why the others are not in it."""
 
     contributors: tuple[int, ...]
     weights: tuple[float, ...]
@@ -124,7 +124,8 @@ def decide(
     norms = [claims[index].norm for index, _ in accepted]
     scales = [min(1.0, b / n) if n > b else 1.0 for n, b in zip(norms, bounds, strict=True)] if clipped else []
     if resting and accepted:  # zero outer gradients: they need not be sent to be in the mean
-        share = (moving := sum(weight for _, weight in accepted)) / (moving + resting)
+        moving = sum(weight for _, weight in accepted)
+        share = moving / (moving + resting)
         scales = [scale * share for scale in scales or [1.0] * len(accepted)]
     return Decision(
         contributors=tuple(workers[index] for index, _ in accepted),
@@ -214,7 +215,7 @@ class _Reduction:
     squares: dict[tuple[int, int], float] = field(default_factory=dict)
     """The key is the first row and the contribution."""
     replaced: list[Tensor] = field(default_factory=list)
-    """Each tensor tells of some parts in how many of them each contribution counted as the mean of the others."""
+    """For some parts each, in how many of them each contribution counted as the mean of the others."""
 
     def reduce(self, some: slice, *, with_products: bool) -> None:
         """Encode into `out` the mean of these parts."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a sidecar's link has no need of torch
 
 @dataclass(frozen=True)
 class RoundKey:
-    """Which round this is: its place in the worker's sequence of rounds, and what it averages."""
+    """Names a round: its place in the sequence of all rounds, and the fragment that it averages."""
 
     sequence: int
     fragment: int
@@ -43,7 +43,7 @@ class Report:
     done: bool = False
     """This worker has taken all its steps. With a fixed membership it posts on until all have."""
     step_seconds: float = 0.0
-    """How long an inner step takes it, measured since its last post; 0 where that is not measured."""
+    """The worker's seconds of an inner step, measured since its last post; 0 where that is not measured."""
     last_round_seconds: tuple[float, ...] = ()
     """Its latest round that has ended: the sequence, then the seconds of each phase (history/waterfall.py)."""
 
@@ -155,7 +155,7 @@ class RoundResult:
     clipped: Mapping[int, str] = field(default_factory=dict)
     """Worker -> why its contribution was scaled down."""
     merge: Merge = "mean"
-    """How the mean was made: `mean`, `clipped` or another of core/merges.py."""
+    """The way in which the mean was made: `mean`, `clipped` or another of core/merges.py."""
     plain: bool = False
     """The outer step with this mean is the mean itself, without momentum: what some workers had left at the end."""
     signatures: int = 0

@@ -293,7 +293,7 @@ class TorchDistributedEngine(FixedEngine):
         )
 
     def _phases(self, posted: float, heard: float) -> RoundPhases:
-        """At the end of an exchange of parts."""
+        """The phases of a round whose exchange of parts ends now."""
         reduced = self._exchange.reduce_seconds
         sent = None if reduced is None else time.monotonic() - heard - reduced
         return RoundPhases(heard - posted, sent, reduced)
@@ -396,7 +396,8 @@ class WaveExchange:
         self._backend = backend
         self._pinned = torch.empty(0, dtype=torch.uint8)
         self.reduce_seconds: float | None = None
-        """How long this worker reduced in its latest exchange; None with NCCL, whose kernels run beside the program."""
+        """The seconds for which this worker reduced in its latest exchange; None with NCCL, whose kernels run beside
+        it."""
 
     def average(self, vector: EncodedVector, decision: Decision, deadline: float) -> Comparison:
         """Put the encoded mean into `vector.mean`, mostly in place of this worker's own contribution.
@@ -546,8 +547,8 @@ class _PinnedMemory(_Memory):
         self._copied = [self._copy_down(vector.data[a:b], data[a:b]) for a, b in ends]
 
     @staticmethod
-    def _copy_down(there: Tensor, here: Tensor) -> torch.cuda.Event:
-        here.copy_(there, non_blocking=True)
+    def _copy_down(on_gpu: Tensor, pinned: Tensor) -> torch.cuda.Event:
+        pinned.copy_(on_gpu, non_blocking=True)
         done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return done
@@ -556,7 +557,8 @@ class _PinnedMemory(_Memory):
         self._copied[wave].synchronize()
 
     def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], decision: Decision) -> Comparison:
-        own, device = self.vector.data[rows], self.vector.data.device
+        own = self.vector.data[rows]
+        device = self.vector.data.device
         parts = [own if w == self._worker else data.to(device, non_blocking=True) for w, data in contributions]
         mean = self.vector.mean.data[rows]
         told = self._reduce(rows, parts, decision, mean)

@@ -126,7 +126,7 @@ class WorkerRanks:
             ) from error
 
     def close(self, broken: bool = False) -> None:
-        """Not collective. `broken`: a rank may be lost."""
+        """Leave the groups; the one method that is not collective. `broken`: a rank may be lost."""
         end_group(self._control, broken)
         end_group(self._compute, broken)
         self._control = None

@@ -145,7 +145,8 @@ class AsynchronousLoop(FixedLoop):
 
     def end_together(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
         """Send what is left, wait until every other worker is done or lost, and take the anchor, the same for all."""
-        state, timeout = self.state, self.sync.timeout_seconds
+        state = self.state
+        timeout = self.sync.timeout_seconds
         self.report = replace(self.report, stopping=self.report.stopping or early, done=True)
         if state.steps_taken > state.merged_at[0]:
             self.post_fragment(0)

@@ -36,7 +36,7 @@ class WarmStart:
         self._loop = loop
         self.steps = loop.sync.warm_start
         self.averaged_steps = 0 if loop.engine.elastic else self.steps
-        """Those of them that average gradients."""
+        """The number of these steps that average gradients: all of them, or none in a swarm."""
         self._gradients: GradientMean | None = None
         self._averaged_at = -1  # the step whose gradients are the mean already
         self.stopping = False
@@ -67,7 +67,8 @@ class WarmStart:
         A second call at the same step does nothing. Raises EngineError if the round fails, since no worker may step
         alone.
         """
-        loop, step = self._loop, self._loop.inner_steps
+        loop = self._loop
+        step = self._loop.inner_steps
         if self._averaged_at == step or loop.engine.workers == 1:
             return not skip
         self._averaged_at = step
@@ -75,7 +76,8 @@ class WarmStart:
             return self._average(0.0 if skip else loop.weight if weight is None else weight)
 
     def _average(self, weight: float) -> bool:
-        loop, step = self._loop, self._loop.inner_steps
+        loop = self._loop
+        step = self._loop.inner_steps
         if self._gradients is None:
             how = codec(loop.sync.gradient_codec)
             self._gradients = GradientMean(loop.replica.tensors.averaged, how, max_norm_ratio=None)

@@ -25,7 +25,7 @@ DEFAULT_RANK = 16
 ALL_LINEAR = "all-linear"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-_NAME = "default"  # of the adapter, as peft calls it
+_NAME = "default"  # peft's name of the adapter
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def save_adapter(inner: Any, folder: Path, base: str) -> None:
 
 
 def description(config: LoraConfig, digest: str) -> dict[str, object]:
-    """What must be the same on all workers besides the model's own configuration."""
+    """The part of a model's description that adapters add: it must be the same on all workers."""
     return {"lora": asdict(config), "frozen": digest}
 
 

@@ -66,7 +66,7 @@ class StoredWeights:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Within it, an error of safetensors becomes one that names the file."""
+    """Inside, an error of safetensors becomes a ConfigError that names the file."""
     try:
         yield
     except (SafetensorError, OSError) as error:

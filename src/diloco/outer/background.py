@@ -66,7 +66,7 @@ class BackgroundReplica(OneRankReplica):
         self._posting = _Jobs("diloco-posting")
         self._waiting = _Jobs("diloco-waiting")
         self._merged = threading.Event()
-        """Not set while a mean is there that the trainer has not merged since the latest post."""
+        """Cleared while a mean is there that the trainer has not merged since the latest post."""
         self._merged.set()
         self._copied: dict[int, Tensor] = {}  # parameters of fragments that are being posted
         self._prepared: dict[int, _Prepared] = {}
@@ -123,7 +123,7 @@ class BackgroundReplica(OneRankReplica):
         return super().are_finite(index, means) if prepared is None else math.isfinite(prepared.norm)
 
     def _prepared_for(self, index: int, mean: EncodedVector) -> _Prepared | None:
-        """None if there is nothing prepared, or if the anchor is another one since."""
+        """The anchor that was prepared with this mean; None if there is none, or if the anchor has changed since."""
         prepared = self._prepared.get(index)
         fragment = self.lane.fragments[index]
         if prepared is None or fragment is None or prepared.mean is not mean:
@@ -198,7 +198,8 @@ class BackgroundReplica(OneRankReplica):
             round_.future.set_result(pending)
 
     def _prepare(self, index: int, mean: EncodedVector, turn: int) -> None:
-        """Only saves the trainer time: it computes the outer step itself where nothing is prepared."""
+        """Compute the next anchor, to save the trainer time: where nothing is prepared it takes the outer step
+        itself."""
         fragment = self.lane.fragments[index]
         if fragment is None or not self._anchors.acquire(timeout=_TRY_SECONDS):
             return

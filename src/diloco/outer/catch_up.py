@@ -1,4 +1,4 @@
-"""How a worker of a swarm takes over the others' state: anchors, outer momentum, the next round, the position.
+"""A worker of a swarm takes over the others' state: anchors, outer momentum, the next round, the position.
 
 A worker that has missed a round keeps its own parameters (I6): its next outer gradient, taken from the others' anchor,
 carries its work. After an absence, in which it took fewer inner steps than the schedule has, it also moves along with
@@ -37,7 +37,8 @@ class CatchUp:
         self._failed.setdefault(key.fragment, key.sequence)
 
     def record_merged(self, key: RoundKey) -> None:
-        """A later round of the fragment is merged, from an anchor that was the others' too: they lacked the others."""
+        """A later round of the fragment is merged, from an anchor that all have: the others have no mean of the failed
+        one."""
         self._failed.pop(key.fragment, None)
 
     def _unmerged(self, index: int) -> int:
@@ -45,7 +46,7 @@ class CatchUp:
         return min(self._state.unmerged, self._failed.get(index, self._state.unmerged))
 
     def take_over(self, states: Sequence[GlobalState], *, start: bool = False, following: Collection[int] = ()) -> None:
-        """All but the parameters, which only move along for an absence. One state for each lane.
+        """Take over all but the parameters, which only move along after an absence. One state for each lane.
 
         `start`: also what is equal only at the start. `following`: fragments that `follow` a later round instead.
         """
@@ -108,7 +109,7 @@ class CatchUp:
         return 0
 
     def _add_anchors(self, shares: Mapping[int, float], sign: float) -> None:
-        """Parameters by their shares of the anchors: off the old ones (−1), or onto the new ones (1)."""
+        """θ_i ← θ_i + sign · share · anchor: with −1 for the old anchors, then with 1 for the new ones."""
         for index, share in shares.items():
             for _, fragment in self._state.fragments_of(index):
                 fragment.add_anchor(sign * share)

@@ -54,7 +54,7 @@ class ElasticLoop(OuterLoop):
     _agreed_last: int | None = None
     """Set in a run without an agreed end: all are done, and end after this round."""
     _last_step: float | None = None
-    """When its end was told."""
+    """When the latest inner step ended, on time.monotonic()'s clock."""
     _step_seconds = 0.0
     _catch_up: CatchUp
 

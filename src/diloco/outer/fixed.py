@@ -36,12 +36,12 @@ class FixedLoop(OuterLoop):
     _first_of_step = 0
     """The first round that was posted after the latest inner step."""
     _began = (0.0, 0)
-    """When the training since the start or since `finish` began, and at which inner step."""
+    """The time and the inner step at which training began, at the start or after `finish`."""
     _patience_seconds = 0.0
     _missed: set[int]
     """Fragments whose anchor may not be the others'."""
     _diverged: set[int]
-    """Those of them whose parameters came from a diverged anchor."""
+    """Fragments whose parameters came from a diverged anchor."""
 
     # The start
 

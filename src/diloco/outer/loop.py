@@ -354,7 +354,9 @@ class OuterLoop(ABC):
 
     def end_round(self, posted: RoundInFlight) -> None:
         """Wait for a round, merge its mean if it has one, and tell of it."""
-        result, failure, mean_norm = None, None, None
+        result = None
+        failure = None
+        mean_norm = None
         started = time.monotonic()
         with self.count_seconds():
             try:
@@ -401,7 +403,8 @@ class OuterLoop(ABC):
 
     def _take_in(self, posted: RoundInFlight, result: RoundResult) -> float | None:
         """Merge a round's mean, if it has one; its norm."""
-        key, own = posted.key, self.engine.worker
+        key = posted.key
+        own = self.engine.worker
         self.others_done |= any(member.report.done for member in result.members if member.worker != own)
         for method in self.methods:
             method.heard(result.members)

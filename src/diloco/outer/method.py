@@ -85,7 +85,7 @@ class Options:
     engine: Connection
     inner: Optimizer
     parameters: Mapping[str, Tensor]
-    """Those that are averaged."""
+    """The parameters that are averaged."""
 
 
 class Method(ABC):

@@ -139,7 +139,7 @@ def lay_sending(
     engine: Connection,
     methods: Sequence[Method],
 ) -> list[Sending]:
-    """How each group is sent in a lane, the `lane`-th of this rank."""
+    """Choose how each group is sent in a lane, the `lane`-th of this rank."""
     sending: list[Sending] = []
     for index, (group, fragment) in enumerate(zip(groups, fragments, strict=True)):
         if group.sending is not None:
@@ -176,7 +176,7 @@ class Replica(ABC):
         self.groups = groups
         self.lanes: list[Lane] = []
         self.digests: list[str] = []
-        """Those of the worker's anchors, one for each fragment."""
+        """The digests of the worker's anchors, one for each fragment."""
         self.merge_lock: AbstractContextManager[object] = threading.Lock()
         """Held while a round is merged."""
         self.lock: AbstractContextManager[object] = self.merge_lock

@@ -1,4 +1,4 @@
-"""One worker's rounds: posted, ended, and as they are told of.
+"""One worker's rounds: in flight, settled, and as events.
 
 A round in flight when a worker is saved is waited for and stays unmerged: it is *settled* (saving.py).
 """

@@ -1,4 +1,4 @@
-"""How rounds in flight are saved: settled, unmerged, and with the fp32 values that their means decode to.
+"""Saves rounds in flight: settled, unmerged, and with the fp32 values that their means decode to.
 
 The values are saved by parameter, so that neither the codec's parts nor the number of ranks matter when the run goes
 on; merging them later gives the same bits.

@@ -1,4 +1,4 @@
-"""How a lane sends a fragment: an outer gradient into bytes, and the outer step with a mean that came back as bytes.
+"""Sends a fragment in a lane: an outer gradient into bytes, and the outer step with a mean that came back as bytes.
 
 Both go through a fragment span by span: one span is subtracted, encoded and forgotten before the next, and a mean is
 decoded where it is used. On a GPU either is one launch for the whole fragment, if the codec has kernels for it
@@ -28,13 +28,13 @@ _ERROR_ELEMENTS = 1 << 22  # and on at most so many elements of it
 
 
 class Sending(ABC):
-    """How one lane sends one group in its rounds, and takes the mean."""
+    """Encodes one group of one lane for its rounds, and merges the mean."""
 
     vector: EncodedVector
     """The bytes that travel."""
 
     def rests(self, turn: int, done: bool) -> bool:  # noqa: ARG002
-        """Only a header travels in this turn; `done`: this worker has taken all its steps."""
+        """Whether only a header travels in this turn; `done`: this worker has taken all its steps."""
         return False
 
     @abstractmethod
@@ -85,7 +85,8 @@ class FragmentSending(Sending):
 
     def encode(self, turn: int, theta_i: Tensor | None) -> tuple[float, float | None]:
         """The norm is that of what is sent. The error is measured on some spans; None: the codec is lossless."""
-        fragment, vector = self._fragment, self.vector
+        fragment = self._fragment
+        vector = self.vector
         if self._gradient is None and self._encoder is None:
             kernels = kernels_in_one_pass(fragment, vector)
             if kernels is not None:

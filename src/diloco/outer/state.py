@@ -28,7 +28,7 @@ class OuterState:
         self._methods = methods
         self.num_fragments = len(replica.groups)
         self.num_tensor_groups = sum(group.sending is None for group in replica.groups)
-        """The first of the fragments: they are of the model's tensors, any others of what a method averages."""
+        """So many fragments, the first ones, are of the model's tensors; any others are of what a method averages."""
         self.inner_steps = 0
         """The position in the schedule, and in that of the learning rate."""
         self.jumped = 0
@@ -49,7 +49,7 @@ class OuterState:
 
     @property
     def fragments(self) -> list[Fragment]:
-        """Those of all lanes, in the schedule's order."""
+        """The fragments of all lanes, in the schedule's order."""
         return [fragment for index in range(self.num_fragments) for _, fragment in self.fragments_of(index)]
 
     def fragments_of(self, index: int) -> list[tuple[Lane, Fragment]]:
