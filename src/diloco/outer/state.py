@@ -28,7 +28,7 @@ class OuterState:
         self._methods = methods
         self.num_fragments = len(replica.groups)
         self.num_tensor_groups = sum(group.sending is None for group in replica.groups)
-        """So many fragments, the first ones, are of the model's tensors; any others are of what a method averages."""
+        """The first fragments, this many, hold the model's tensors; any others hold what a method averages."""
         self.inner_steps = 0
         """The position in the schedule, and in that of the learning rate."""
         self.jumped = 0

@@ -19,7 +19,7 @@ class PostedRound(Struct, frozen=True, eq=False):
 
     key: RoundKey
     header: bytes
-    """As engines/header.py packs it."""
+    """The header, packed by engines/header.py."""
     note: bytes
     """Passed on to the other trainers unread; how far this worker has read its data, for example."""
     codec: str
@@ -32,7 +32,7 @@ class PostedRound(Struct, frozen=True, eq=False):
     max_norm_ratio: float | None
     deadline_seconds: float
     merge: Merge = "mean"
-    """As in SyncConfig."""
+    """The option of SyncConfig."""
 
 
 class PresentWorker(Struct, frozen=True):
@@ -66,17 +66,17 @@ class RoundOutcome(Struct, frozen=True):
     bytes_received: int = 0
     seconds: float = 0.0
     comparison: Comparison = Comparison()
-    """As in RoundResult."""
+    """The field of RoundResult."""
     phases: RoundPhases = RoundPhases()
     clipped: dict[int, str] = field(default_factory=dict)
     """Worker number -> why its contribution was scaled down."""
     merge: Merge = "mean"
     """How the mean was made."""
     plain: bool = False
-    """As RoundResult.plain."""
+    """See RoundResult.plain."""
     signatures: int = 0
     mean_digest: str = ""
-    """As RoundResult.signatures and mean_digest."""
+    """See RoundResult.signatures and mean_digest."""
 
 
 class Snapshot(Struct, frozen=True, eq=False):
@@ -85,7 +85,7 @@ class Snapshot(Struct, frozen=True, eq=False):
     data: SharedMemory
     """A safetensors file."""
     numbers: dict[str, int]
-    """As GlobalState.numbers; "sequence" is the first round whose mean is not in it."""
+    """See GlobalState.numbers; "sequence" is the first round whose mean is not in it."""
     layout_digest: str
     note: bytes
     """Passed on to the joiner's trainer unread; how far all shards have been read, for example."""
@@ -97,7 +97,7 @@ class RoundMean(Struct, frozen=True, eq=False):
     key: RoundKey
     data: SharedMemory
     plain: bool = False
-    """As RoundResult.plain."""
+    """See RoundResult.plain."""
 
 
 class FetchedState(Struct, frozen=True, eq=False):

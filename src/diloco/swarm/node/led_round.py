@@ -260,7 +260,7 @@ class LedRound(LedRoundState):
 async def inquire_in_turn(
     participant: Participant, key: RoundKey, authority: Authority, wait_for_earlier: Callable[[int], Awaitable[bool]]
 ) -> Inquired:
-    """As `inquire`, and when it returns no earlier round is under way. Raises SteppedDown.
+    """Do what `inquire` does; when it returns, no earlier round is under way. Raises SteppedDown.
 
     The question travels beside the earlier rounds: a promise holds whenever it was given. It is asked again if there is
     something to commit, which must not end before the earlier rounds, or if these have changed the members that count

@@ -166,7 +166,7 @@ def certify_alone(liars: list[MemoryWorker], asking: MemoryWorker | None = None)
 
 
 def gives_others_another_mean(liar: MemoryWorker, to: set[str], patch: Patcher) -> None:
-    """As a reducer it sends some workers other bytes than the rest, and signs them for them."""
+    """The liar reduces, sends some workers other bytes than the rest, and signs both."""
     honest = Transfer._send_mean
 
     async def send(transfer: Transfer, stream: Stream) -> None:
@@ -379,7 +379,7 @@ def brings_a_second_key(liar: MemoryWorker, patch: Patcher, second: str = NAMES[
 def tells_directions(
     liar: MemoryWorker, change: Callable[[Transfer, list[float]], list[float]], patch: Patcher
 ) -> None:
-    """As a reducer it signs other cosines than those of its parts, the same for all."""
+    """The liar reduces, and signs other cosines than those of its parts, the same for all."""
     honest_compare = Transfer._compare
 
     def compare(self: Transfer) -> bytes:
