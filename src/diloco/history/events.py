@@ -59,9 +59,30 @@ def _event(type_: str) -> Callable[[type[E]], type[E]]:
     return register
 
 
-def _of_round() -> Any:
-    """A statistic of a round that is the same for all workers, as far as they are told it: ROUND_STATISTICS."""
-    return field(default=None, metadata={"of_round": True})
+@dataclass(frozen=True)
+class RoundStatistic:
+    """How every reader of a run shows a number of a round as a whole; ROUND_STATISTICS has them by their field."""
+
+    label: str
+    """The words before its number."""
+    meaning: str
+    """What it is, as the title of a figure has it."""
+    format: str
+    """The format of its number in texts."""
+    unit: str = ""
+    of_each_worker: bool = False
+    """Every worker measures its own; the round has that of the last worker that told it."""
+    in_terminal: bool = True
+    """The line of the live display about rounds has it: there is place for few."""
+
+    def text(self, value: float) -> str:
+        """The number with its words."""
+        return f"{self.label} {value:{self.format}}{self.unit and ' '}{self.unit}"
+
+
+def _statistic(label: str, meaning: str, format: str, **more: Any) -> Any:
+    """A number of the round as a whole, None if there is none: a field of ROUND_STATISTICS."""
+    return field(default=None, metadata={"statistic": RoundStatistic(label, meaning, format, **more)})
 
 
 def _sometimes(default: Any = None) -> Any:
@@ -233,10 +254,15 @@ class RoundEndedEvent(Event):
     sequence: int
     fragment: int = 0
     step: int = 0
+    seconds: float | None = _statistic("took", "Seconds of a round", ".2f", unit="s")
+    similarity: float | None = _statistic("similarity", "Mean cosine of the workers' outer gradients", ".2f")
+    codec_error: float | None = _statistic(
+        "codec error", "Share of an outer gradient that the codec lost", ".2g", of_each_worker=True
+    )
+    mean_norm: float | None = _statistic(
+        "norm of the mean", "Norm of the mean outer gradient", ".3g", in_terminal=False
+    )
     norm: float | None = None
-    mean_norm: float | None = _of_round()
-    codec_error: float | None = _of_round()
-    similarity: float | None = _of_round()
     cosines: Sequence[Any] = ()
     agreement: Mapping[str, float] = field(default_factory=dict)
     disagreeing: Sequence[int] = ()
@@ -249,7 +275,6 @@ class RoundEndedEvent(Event):
     reduce_seconds: float | None = None
     failure: str | None = None
     dropped: bool = False
-    seconds: float | None = _of_round()
     contributors: Sequence[int] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     merge: str | None = None
@@ -262,7 +287,10 @@ class RoundEndedEvent(Event):
     mean_digest: str | None = None
 
 
-ROUND_STATISTICS = tuple(each.name for each in fields(RoundEndedEvent) if "of_round" in each.metadata)
+ROUND_STATISTICS: Mapping[str, RoundStatistic] = {
+    each.name: each.metadata["statistic"] for each in fields(RoundEndedEvent) if "statistic" in each.metadata
+}
+"""The numbers of a round as a whole, in the order in which they are shown."""
 
 
 @_event("evaluation")

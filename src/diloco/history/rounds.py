@@ -78,7 +78,6 @@ class RoundHistory:
     pairs: int = 0
     cosine_low: float | None = None
     cosine_high: float | None = None
-    cosine_mean: float | None = None
 
     @property
     def has_outcome(self) -> bool:
@@ -185,7 +184,6 @@ class RoundsHistory:
         round_.pairs = len(values)
         round_.cosine_low = min(values, default=None)
         round_.cosine_high = max(values, default=None)
-        round_.cosine_mean = statistics.fmean(values) if values else None
         self._with_cosines.append(round_)
         if len(self._with_cosines) > _KEPT_COSINES:
             self._with_cosines.popleft().cosines = []

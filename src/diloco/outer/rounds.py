@@ -90,7 +90,10 @@ class RoundTimes:
 
 @dataclass(frozen=True)
 class RoundEvent:
-    """One round as this worker saw it: either a result, or the reason why there is none."""
+    """One round as this worker saw it: either a result, or the reason why there is none.
+
+    It has an attribute for each of ROUND_STATISTICS (history/events.py).
+    """
 
     key: RoundKey
     inner_step: int
@@ -108,6 +111,11 @@ class RoundEvent:
     @property
     def waited_seconds(self) -> float:
         return self.times.waited_seconds
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds that the engine took for the round; None without a mean."""
+        return None if self.result is None else self.result.seconds
 
     def cosines(self) -> list[tuple[int, int, float]]:
         """(worker, worker, cosine of their outer gradients) of every pair of contributors."""

@@ -294,7 +294,7 @@ def _cosines(asked: _Asked) -> list[Panel]:
             series += _band(
                 run.name,
                 list(first),
-                [round_.cosine_mean for round_ in rounds],
+                [round_.statistics["similarity"] for round_ in rounds],
                 [round_.cosine_low for round_ in rounds],
                 [round_.cosine_high for round_ in rounds],
                 color,

@@ -83,9 +83,10 @@ def test_very_many_steps_are_drawn_as_few_points_with_their_extremes() -> None:
 
 def test_norms_and_cosines_are_those_of_the_rounds() -> None:
     pairs = [[0, 1, 0.5], [0, 2, 0.1], [1, 2, 0.3]]
-    one = plotted("one", [*RUN[:5], merged(0, 0, 10, cosines=pairs), merged(1, 0, 10, cosines=pairs)])
+    compared = {"cosines": pairs, "similarity": 0.3}
+    one = plotted("one", [*RUN[:5], merged(0, 0, 10, **compared), merged(1, 0, 10, **compared)])
     (cosine,) = only("cosines", one).series
-    assert (cosine.x, cosine.y) == ([10], [pytest.approx(0.3)])
+    assert (cosine.x, cosine.y) == ([10], [0.3])
     assert cosine.low is not None and cosine.high is not None and (cosine.low[0], cosine.high[0]) == (0.1, 0.5)
     norms = by_label(only("norms", one))
     assert norms["of a worker"].y == [2.5] and norms["of the mean"].y == [0.5]

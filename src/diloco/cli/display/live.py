@@ -14,8 +14,10 @@ from rich.text import Text
 
 from diloco.cli.display.report import megabytes
 from diloco.cli.display.view import RunView, duration
+from diloco.history.events import ROUND_STATISTICS
 from diloco.history.figures import MemberFigures
 from diloco.history.notes import RunNote, printable
+from diloco.history.rounds import RoundHistory
 from diloco.history.run_history import LiveHistory, RunHistory
 from diloco.history.workers import WorkerHistory
 from diloco.models.pretrained import short_name
@@ -300,17 +302,23 @@ def _round(view: RunView) -> Text:
     else:
         schedule = turns(view.config)
         state = f"next round in {schedule.post_step(schedule.posts_until(view.step)) - view.step} steps"
-    told = view.last_round.statistics if view.last_round is not None else {}
-    last = f" · last took {seconds:.2f} s" if (seconds := told.get("seconds")) is not None else ""
-    alike = f" · similarity {similarity:.2f}" if (similarity := told.get("similarity")) is not None else ""
-    lost = f" · codec error {error:.2g}" if (error := told.get("codec_error")) is not None else ""
+    last = "" if view.last_round is None else _last_round(view.last_round)
     trouble = f" · {view.failed_rounds} failed" if view.failed_rounds else ""
     refused = f" · {view.refused} contributions refused" if view.refused else ""
     rounds = "1 round" if view.merged_rounds == 1 else f"{view.merged_rounds} rounds"
     # The title has the members of a swarm, and how many workers a fixed set has.
     shown = view.config.engine == "swarm" or view.history.present == view.workers_here
     members = "" if shown else f" · {_members(view)}"
-    return Text(f"{rounds}{trouble}{refused} · {state}{last}{alike}{lost}{members}", style="dim")
+    return Text(f"{rounds}{trouble}{refused} · {state}{last}{members}", style="dim")
+
+
+def _last_round(round_: RoundHistory) -> str:
+    known = [
+        statistic.text(value)
+        for name, statistic in ROUND_STATISTICS.items()
+        if statistic.in_terminal and (value := round_.statistics[name]) is not None
+    ]
+    return f" · last {' · '.join(known)}" if known else ""
 
 
 def _members(view: RunView) -> str:

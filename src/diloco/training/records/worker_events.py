@@ -9,8 +9,8 @@ import torch
 
 from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection
-from diloco.engines.rounds import Member, Report, RoundPhases
-from diloco.history.events import MemberReport, RoundEndedEvent, RoundMember
+from diloco.engines.rounds import Member, Report, RoundPhases, RoundResult
+from diloco.history.events import ROUND_STATISTICS, MemberReport, RoundEndedEvent, RoundMember
 from diloco.history.rounds import TOLD
 from diloco.models.base import LanguageModel
 from diloco.outer.loop import OuterLoop
@@ -54,27 +54,38 @@ def _report(report: Report) -> MemberReport:
 
 
 def round_ended(event: RoundEvent, agreement: Agreement) -> RoundEndedEvent:
-    """A round as the log has it. A field that has the name of one of the round's own is taken as it is."""
-    result = event.result
-    with_others = agreement.hear(result)
-    sources = [event, event.times] if result is None else [event, event.times, result, result.phases]
-    same = {
-        field.name: getattr(source, field.name)
-        for field in fields(RoundEndedEvent)
-        for source in sources
-        if field.name not in ("time", "worker", "members") and hasattr(source, field.name)
+    """A round as the log has it."""
+    with_others = agreement.hear(event.result)
+    return RoundEndedEvent(
+        sequence=event.key.sequence,
+        fragment=event.key.fragment,
+        step=event.inner_step,
+        norm=event.norm,
+        failure=event.failure,
+        dropped=event.dropped,
+        cosines=event.cosines(),
+        agreement={str(worker): cosine for worker, cosine in with_others.items()},
+        disagreeing=agreement.named,
+        **{name: getattr(event, name) for name in ROUND_STATISTICS},
+        **asdict(event.times),
+        **({} if event.result is None else _result_fields(event.result)),
+    )
+
+
+def _result_fields(result: RoundResult) -> dict[str, Any]:
+    return {
+        "contributors": result.contributors,
+        "refused": result.refused,
+        "merge": result.merge,
+        "clipped": result.clipped,
+        "replaced": result.replaced,
+        "bytes_sent": result.bytes_sent,
+        "members": round_members(result.members),
+        "roster": result.roster,
+        "signatures": result.signatures,
+        "mean_digest": result.mean_digest or None,
+        **asdict(result.phases),
     }
-    same |= {
-        "sequence": event.key.sequence,
-        "fragment": event.key.fragment,
-        "step": event.inner_step,
-        "cosines": event.cosines(),
-        "agreement": with_others,
-        "disagreeing": agreement.named,
-        "members": [] if result is None else round_members(result.members),
-        "mean_digest": None if result is None else result.mean_digest or None,
-    }
-    return RoundEndedEvent(**same)
 
 
 def told_round(event: RoundEvent) -> tuple[float, ...]:
