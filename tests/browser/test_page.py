@@ -127,6 +127,15 @@ def test_the_loss_curve_is_that_of_the_events_over_every_axis(page: Page) -> Non
     page.keyboard.press("1")
 
 
+def test_every_number_of_a_round_can_be_chosen_and_is_drawn(page: Page, served: Served) -> None:
+    told = served.json("/api/run/first/series?points=1000")
+    assert [one["column"] for one in told["statistics"]] == ["round_seconds", "similarity", "codec_error", "mean_norm"]
+    for statistic in told["statistics"]:
+        page.locator("#statistic").select_option(label=statistic["meaning"])
+        assert _curve(page, "statistics", statistic["label"])["y"] == told["rounds"][statistic["column"]]
+    expect(page.locator("#digests")).to_contain_text(", similarity 0.50, codec error 0.0002, norm of the mean 1.5")
+
+
 def test_rounds_show_the_straggler_failures_and_refusals(page: Page) -> None:
     assert page.locator("#waterfall rect.compute").count() >= 14
     assert page.locator("#waterfall rect.failed").count() == 2

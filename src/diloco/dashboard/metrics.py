@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from diloco.history.events import ROUND_STATISTICS
 from diloco.history.members import GONE
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,7 +42,10 @@ METRICS = {
         Metric("diloco_rounds_total", "counter", "Merged rounds."),
         Metric("diloco_rounds_failed_total", "counter", "Rounds that gave a worker of this machine no mean."),
         Metric("diloco_contributions_refused_total", "counter", "Contributions that are in no mean."),
-        Metric("diloco_round_seconds", "gauge", "How long the latest merged round took."),
+        *(
+            Metric(f"diloco_round_{name}", "gauge", f"{statistic.meaning}, in the latest merged one.")
+            for name, statistic in ROUND_STATISTICS.items()
+        ),
         Metric("diloco_bytes_sent_total", "counter", "Bytes that a worker has sent for rounds."),
         Metric("diloco_data_parallel_bytes", "gauge", "Bytes that a worker would have sent, data-parallel."),
         Metric("diloco_members", "gauge", "Members of the run, by state."),
@@ -87,7 +91,7 @@ def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
         "diloco_rounds_total": rounds["merged"],
         "diloco_rounds_failed_total": rounds["failed"],
         "diloco_contributions_refused_total": rounds["refused"],
-        "diloco_round_seconds": last.get("seconds"),
+        **{f"diloco_round_{name}": last.get(name) for name in ROUND_STATISTICS},
         "diloco_data_parallel_bytes": state["communication"]["data_parallel_bytes_per_worker"],
     }
     yield "diloco_run_status", ({"status": str(state["status"])}, 1)

@@ -41,6 +41,10 @@ def series(figures: RunFigures, points: int, chosen: set[int] | None = None) -> 
         "validation": _validation(history.validations, until, points, axes),
         "rates": _rates(rows, axes, chosen, local, _gone(history), until or history.clock.last or 0.0),
         "rounds": _round_curves(figures.rounds, min(points, 600), axes),
+        "statistics": [
+            {"column": _column(name), "label": statistic.label, "meaning": statistic.meaning}
+            for name, statistic in ROUND_STATISTICS.items()
+        ],
         "communication": _communication(figures, rows, axes),
         "workers_in_means": len(rows),
     }
@@ -234,7 +238,9 @@ def _extreme(shares: Numbers, of: np.ufunc) -> Numbers:
 
 def _round_curves(rounds: list[RoundHistory], points: int, axes: _Axes) -> Json:
     merged = [round_ for round_ in rounds if round_.merged]
-    columns = {name: np.array([_or_nan(round_.statistics[name]) for round_ in merged]) for name in ROUND_STATISTICS}
+    columns = {
+        _column(name): np.array([_or_nan(round_.statistics[name]) for round_ in merged]) for name in ROUND_STATISTICS
+    }
     columns["sequence"] = np.array([float(round_.sequence) for round_ in merged])
     columns["contributors"] = np.array([float(len(round_.contributors)) for round_ in merged])
     norms = [[part.norm for part in round_.workers.values() if part.norm is not None] for round_ in merged]
@@ -246,7 +252,12 @@ def _round_curves(rounds: list[RoundHistory], points: int, axes: _Axes) -> Json:
     x = axes.at(
         np.array([round_.time for round_ in merged])[kept], np.array([float(round_.step) for round_ in merged])[kept]
     )
-    return x | {f"round_{n}" if n == "seconds" else n: as_json(column[kept]) for n, column in columns.items()}
+    return x | {name: as_json(column[kept]) for name, column in columns.items()}
+
+
+def _column(statistic: str) -> str:
+    """Return the name of a statistic among the curves of the rounds, in which `seconds` is where a round is in time."""
+    return "round_seconds" if statistic == "seconds" else statistic
 
 
 def _communication(figures: RunFigures, rows: dict[int, dict[str, Numbers]], axes: _Axes) -> Json:

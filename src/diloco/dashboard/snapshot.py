@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco.history.columns import finite
+from diloco.history.events import ROUND_STATISTICS
 from diloco.history.figures import MemberFigures, RunFigures, WorkerFigures
 from diloco.history.rounds import RoundHistory, WorkerRound
 
@@ -110,6 +111,7 @@ def _rounds(figures: RunFigures) -> Json:
         "refused": figures.refused,
         "clipped": sum(len(round_.clipped) for round_ in figures.rounds),
         "last": None if last is None else round_json(last),
+        "last_statistics": [] if last is None else _texts(last),
         "cosines": [] if last is None else last.cosines,
         "digests_compared": len(compared),
         "digests_unequal": [
@@ -129,6 +131,11 @@ def _rounds(figures: RunFigures) -> Json:
         ],
         "straggler": None if straggler is None else vars(straggler),
     }  # fmt: skip
+
+
+def _texts(round_: RoundHistory) -> list[str]:
+    known = {name: value for name, value in round_.statistics.items() if value is not None}
+    return [statistic.text(known[name]) for name, statistic in ROUND_STATISTICS.items() if name in known]
 
 
 def round_json(round_: RoundHistory) -> Json:

@@ -72,8 +72,8 @@ class RoundStatistic:
     unit: str = ""
     of_each_worker: bool = False
     """Every worker measures its own; the round has that of the last worker that told it."""
-    in_terminal: bool = True
-    """The line of the live display about rounds has it: there is place for few."""
+    brief: bool = True
+    """Shown where there is place for few: in the live display and the end report."""
 
     def text(self, value: float) -> str:
         """The number with its words."""
@@ -254,14 +254,12 @@ class RoundEndedEvent(Event):
     sequence: int
     fragment: int = 0
     step: int = 0
-    seconds: float | None = _statistic("took", "Seconds of a round", ".2f", unit="s")
+    seconds: float | None = _statistic("took", "Seconds that a round took", ".2f", unit="s")
     similarity: float | None = _statistic("similarity", "Mean cosine of the workers' outer gradients", ".2f")
     codec_error: float | None = _statistic(
         "codec error", "Share of an outer gradient that the codec lost", ".2g", of_each_worker=True
     )
-    mean_norm: float | None = _statistic(
-        "norm of the mean", "Norm of the mean outer gradient", ".3g", in_terminal=False
-    )
+    mean_norm: float | None = _statistic("norm of the mean", "Norm of the mean outer gradient", ".3g", brief=False)
     norm: float | None = None
     cosines: Sequence[Any] = ()
     agreement: Mapping[str, float] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from diloco.history.columns import finite
+from diloco.history.events import ROUND_STATISTICS
 from diloco.history.members import GONE, MemberHistory
 from diloco.history.rounds import RoundHistory, contributed, usual_workers
 from diloco.history.run_history import RunHistory
@@ -299,6 +300,13 @@ class RunFigures:
         if self.until is None:
             return self.history.rounds.last_merged()
         return next((round_ for round_ in reversed(self.rounds) if round_.merged), None)
+
+    @property
+    def mean_statistics(self) -> dict[str, float]:
+        """The mean over the merged rounds of each of ROUND_STATISTICS; without those that no round has."""
+        told = {name: [round_.statistics[name] for round_ in self.rounds if round_.merged] for name in ROUND_STATISTICS}
+        means = {name: _mean(values) for name, values in told.items()}
+        return {name: mean for name, mean in means.items() if mean is not None}
 
     @property
     def straggler(self) -> Straggler | None:

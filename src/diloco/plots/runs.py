@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from diloco.errors import ConfigError
-from diloco.history.events import EVENTS_VERSION
+from diloco.history.events import EVENTS_VERSION, ROUND_STATISTICS
 from diloco.history.log import EVENTS_FILE
 from diloco.history.rounds import RoundHistory
 from diloco.history.run_history import LiveHistory, RunHistory
@@ -323,6 +323,29 @@ def _norms(asked: _Asked) -> list[Panel]:
     return [Panel("Norm of the outer gradients", "inner step", "norm", series)]
 
 
+def _statistics(asked: _Asked) -> list[Panel]:
+    """A panel for each statistic of the rounds that has none of its own."""
+    return [
+        Panel(statistic.meaning, "inner step", statistic.unit, _statistic_lines(asked, name))
+        for name, statistic in ROUND_STATISTICS.items()
+        if name not in _IN_OTHER_PANELS
+    ]
+
+
+def _statistic_lines(asked: _Asked, name: str) -> list[Series]:
+    series: list[Series] = []
+    for run, color in asked.colors():
+        rows = _rounds_by_step(round_ for round_ in run.rounds if round_.statistics[name] is not None)
+        values = [[_or_nan(round_.statistics[name]) for round_ in rounds] for rounds in rows.values()]
+        if rows:
+            series += _lines(run.name, list(rows), values, color)
+    return series
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def _norms_here(round_: RoundHistory) -> list[float]:
     """The norms of this machine's workers, which have told the end of the round."""
     parts = [part for part in round_.workers.values() if not part.elsewhere and part.ended is not None]
@@ -372,6 +395,8 @@ PANELS: dict[str, Callable[[_Asked], list[Panel]]] = {
     "utilisation": _utilization,
     "cosines": _cosines,
     "norms": _norms,
+    "statistics": _statistics,
 }
 """The makers of panels by name, in the order of a figure with all of them."""
-_OF_ROUNDS = ("rounds", "cosines", "norms")
+_OF_ROUNDS = ("rounds", "cosines", "norms", "statistics")
+_IN_OTHER_PANELS = ("similarity", "mean_norm")

@@ -3,13 +3,18 @@
 from collections.abc import Iterator
 from typing import Any
 
-from diloco.history.events import Event, RoundEndedEvent, StepEvent, ValidationEvent
+from diloco.history.events import ROUND_STATISTICS, Event, RoundEndedEvent, StepEvent, ValidationEvent
 from diloco.history.run_history import RunHistory
 from diloco.sinks.base import Point
 
 _OF_STEP = ("loss", "learning_rate", "gradient_norm", "tokens", "bytes_sent")
-_OF_WORKER_IN_ROUND = ("norm", "codec_error", "waited_seconds", "bytes_sent")
-_OF_ROUND = ("mean_norm", "similarity", "seconds")
+_OF_WORKER_IN_ROUND = (
+    *(name for name, statistic in ROUND_STATISTICS.items() if statistic.of_each_worker),
+    "norm",
+    "waited_seconds",
+    "bytes_sent",
+)
+_OF_ROUND = tuple(name for name, statistic in ROUND_STATISTICS.items() if not statistic.of_each_worker)
 _Number = tuple[str, Any, int, int | None]  # name, value, step, worker
 
 

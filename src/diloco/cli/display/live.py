@@ -316,7 +316,7 @@ def _last_round(round_: RoundHistory) -> str:
     known = [
         statistic.text(value)
         for name, statistic in ROUND_STATISTICS.items()
-        if statistic.in_terminal and (value := round_.statistics[name]) is not None
+        if statistic.brief and (value := round_.statistics[name]) is not None
     ]
     return f" · last {' · '.join(known)}" if known else ""
 

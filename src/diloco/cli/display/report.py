@@ -9,6 +9,7 @@ from rich.text import Text
 
 from diloco.cli.display.terminal_plot import loss_plot
 from diloco.cli.display.view import duration
+from diloco.history.events import ROUND_STATISTICS
 from diloco.history.notes import printable
 from diloco.history.run_history import read_history
 from diloco.training.checkpoints.manifests import find_checkpoints
@@ -74,6 +75,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("tokens", f"{summary['tokens']:,}" + (" in the whole swarm" if summary.get("engine") == "swarm" else "")),
         ("warm start", _warm_start(summary)),
         ("outer steps", _rounds(summary)),
+        ("a round, on average", _mean_round(summary)),
         ("contributions refused", str(summary.get("contributions_refused") or "")),
         ("states fetched from others", str(summary.get("resyncs") or "")),
         ("checkpoints not written", str(summary.get("checkpoints_failed") or "")),
@@ -142,6 +144,13 @@ def _rounds(summary: Summary) -> str:
     failed += f", {dropped} contribution{'s' * (dropped > 1)} dropped on purpose" if dropped else ""
     often = f"{summary['num_inner_steps']}{' or more' if summary.get('resolved', {}).get('sync.growth') else ''}"
     return f"{summary['rounds']:,}{failed}, one every {often} inner steps, {summary['codec']}"
+
+
+def _mean_round(summary: Summary) -> str:
+    """Return the numbers of a round; empty without rounds, and for a summary of an earlier version."""
+    means = summary.get("round_statistics") or {}
+    shown = {name: statistic for name, statistic in ROUND_STATISTICS.items() if statistic.brief and name in means}
+    return ", ".join(statistic.text(means[name]) for name, statistic in shown.items())
 
 
 def _warm_start(summary: Summary) -> str:

@@ -25,7 +25,7 @@ def plot(
     rounds: int = 6,
     columns: int = 2,
 ) -> None:
-    """Draw the loss over steps, tokens, bytes and time, the rounds, utilisation, cosines and norms.
+    """Draw the loss over steps, tokens, bytes and time, the rounds, utilisation, cosines, norms and other numbers of rounds.
 
     Parameters
     ----------
@@ -34,7 +34,8 @@ def plot(
     out
         The file: .svg, .png, .pdf or .html.
     panels
-        Some of steps, tokens, bytes, time, rounds, utilisation, cosines, norms, with commas. All by default.
+        Some of steps, tokens, bytes, time, rounds, utilisation, cosines, norms,
+        statistics, with commas. All by default.
     smooth
         Draw the mean of so many logged steps, with the single ones faint behind it.
     rounds

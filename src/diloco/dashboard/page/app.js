@@ -189,6 +189,7 @@ function listen() {
   $("smoothing").addEventListener("input", (event) => { view.smoothing = Number(event.target.value); drawAllCurves(); });
   $("log").addEventListener("change", (event) => { view.log = event.target.checked; drawAllCurves(); });
   $("each").addEventListener("change", (event) => { view.each = event.target.checked; drawAllCurves(); });
+  $("statistic").addEventListener("change", () => drawAllCurves());
   $("config-filter").addEventListener("input", () => view.config && drawConfig(view.config));
   $("members-filter").addEventListener("input", () => view.state && drawMembers(view.state));
   $("rounds-earlier").addEventListener("click", () => turnRounds(-1));

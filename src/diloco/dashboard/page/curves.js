@@ -1,6 +1,6 @@
 // Which curves each panel shows.
 import { AXES, band, line, PALETTE, show, smoothed } from "./charts.js";
-import { colour } from "./dom.js";
+import { $, colour, fill, make } from "./dom.js";
 
 // `shown`: [{ name, series, color }], the first is the run in focus.
 const FAR_APART = 8, FEW_POINTS = 300, SMOOTHING = 0.6;
@@ -12,6 +12,7 @@ export function drawCurves(shown, options) {
   drawLoss(shown, options);
   drawRates(shown, options);
   drawRounds(series, options);
+  drawStatistic(series, options);
 }
 
 // As asked for; else none where the points are few, since a smoothed curve is late and may lie on the wrong side.
@@ -59,6 +60,15 @@ function drawRates(shown, { axis, each, smoothing }) {
     });
     show(id, traces, { axis, log: wide, y });
   }
+}
+
+// The number of the rounds that is chosen, over the run. The server tells which there are.
+function drawStatistic({ rounds, statistics }, { axis }) {
+  const choice = $("statistic");
+  if (choice.options.length !== statistics.length) fill(choice, ...statistics.map(({ column, meaning }) => make("option", { value: column }, meaning)));
+  const { column, label } = statistics.find((one) => one.column === choice.value);
+  const known = rounds[column].some((value) => value !== null);
+  show("statistics", known ? [line(rounds[AXES[axis].key], rounds[column], { name: label, color: PALETTE[0] })] : [], { axis, y: { rangemode: "tozero" }, empty: "no round has told it yet" });
 }
 
 function drawRounds(series, { axis }) {

@@ -84,8 +84,7 @@ export function drawAgreement(state) {
     Object.keys(final).length ? ["last parameters", digests.size === 1 ? `the same on ${Object.keys(final).length} workers (${[...digests][0].slice(0, 12)})` : `${digests.size} different digests`, digests.size === 1 ? "good" : "bad"] : null,
     ["contributions refused", whole(rounds.refused), rounds.refused ? "bad" : null],
     rounds.clipped ? ["contributions clipped", whole(rounds.clipped)] : null,
-    last ? ["last round", `${last.contributors.length} contributor${last.contributors.length === 1 ? "" : "s"}, cosine ${plain(last.similarity, 3)}, ${duration(last.seconds)}`] : null,
-    last && last.codec_error !== null ? ["codec error", plain(last.codec_error, 3)] : null,
+    last ? ["last round", [`${last.contributors.length} contributor${last.contributors.length === 1 ? "" : "s"}`, ...rounds.last_statistics].join(", ")] : null,
   ].filter(Boolean)));
 }
 

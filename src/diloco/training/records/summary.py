@@ -24,7 +24,16 @@ from diloco.version import __version__
 SUMMARY_FILE = "summary.json"
 Summary = dict[str, Any]
 _ADDED_LATER = frozenset(
-    {"versions", "engine", "resyncs", "members_seen", "resolved", "rounds_dropped", "trainable_parameters"}
+    {
+        "versions",
+        "engine",
+        "resyncs",
+        "members_seen",
+        "resolved",
+        "rounds_dropped",
+        "trainable_parameters",
+        "round_statistics",
+    }
 )  # the summaries of earlier runs are read all the same
 
 
@@ -66,6 +75,7 @@ def summarize(config: RunConfig, history: RunHistory, error: str | None = None) 
         "rounds": figures.merged_rounds,
         "rounds_failed": figures.failed_rounds,
         "rounds_dropped": sum(end.rounds_dropped for end in ends),
+        "round_statistics": figures.mean_statistics,
         "contributions_refused": 0 if spokesman is None else spokesman.contributions_refused,
         "checkpoints_failed": 0 if spokesman is None else spokesman.checkpoints_failed,
         "resumes": max(0, history.clock.starts - 1),
