@@ -25,7 +25,7 @@ def plot(
     rounds: int = 6,
     columns: int = 2,
 ) -> None:
-    """Draw the loss over steps, tokens, bytes and time, the rounds, utilisation, cosines, norms and other numbers of rounds.
+    """Draw the loss over steps, tokens, bytes and time, the rounds, utilisation, and the numbers of the rounds.
 
     Parameters
     ----------
