@@ -23,7 +23,7 @@ import torch
 
 from diloco.data.corpus import Corpus
 from diloco.lab.arm import Arm
-from diloco.lab.simulation import stacked_head
+from diloco.lab.simulation import stacked
 from diloco.lab.simulation.simulator import simulate
 from diloco.lab.simulation.synthetic import synthetic_corpus
 from measuring import write_results
@@ -71,7 +71,7 @@ def measure(shape: str, k: int, how: str, steps: int, corpus: Corpus, device: st
     return {
         "shape": shape, "replicas": k, "how": result.how, "parameters": result.parameters, "milliseconds": ms,
         "target": TARGETS.get(shape), "others": OTHERS.get(shape), "memory_gib": memory, "steps": steps,
-        "rows": stacked_head.ROWS_AT_ONCE,
+        "rows": stacked.ROWS_AT_ONCE,
     }  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def main() -> int:
     parser.add_argument("--name", default="lab-speed", help="of the file of results")
     given = parser.parse_args()
     if given.rows:
-        stacked_head.ROWS_AT_ONCE = given.rows
+        stacked.ROWS_AT_ONCE = given.rows
     chosen = given.cases or (["small", "medium", "many", "one"] if given.device == "cuda" else ["tiny"])
     results, failed = [], False
     with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ Verdict = Literal["holds", "does not hold", "not resolved"]
 
 @final
 @dataclass(frozen=True)
-class Measured:
+class SeedResults:
     """The arms of one seed, by name: validation loss (nats a token) and other figures of the outer parameters."""
 
     losses: Mapping[str, float]
@@ -57,13 +57,13 @@ class Measured:
 
 @final
 @dataclass(frozen=True)
-class Claim:
+class PublishedClaim:
     """A published statement as a number with a range."""
 
     text: str
     published: str
     """The paper's measurement, in the same unit as `value` where it gives one."""
-    value: Callable[[Measured], float]
+    value: Callable[[SeedResults], float]
     unit: Literal["%", ""] = "%"
     """%: the value is a part, such as a relative change of perplexity, and is shown as a percentage."""
     at_least: float = -math.inf
@@ -89,7 +89,7 @@ class Claim:
 class Judgement:
     """The verdict of the seeds on a claim, with the values behind it."""
 
-    claim: Claim
+    claim: PublishedClaim
     values: tuple[float, ...]
     verdict: Verdict
     reason: str = ""
@@ -198,7 +198,7 @@ def distinct(judgements: Sequence[Judgement]) -> list[Judgement]:
     return list(kept.values())
 
 
-def judge(claim: Claim, seeds: Sequence[Measured], *, smoke: bool = False) -> Judgement:
+def judge(claim: PublishedClaim, seeds: Sequence[SeedResults], *, smoke: bool = False) -> Judgement:
     """The verdict of the seeds in which all arms of the claim are finished. `smoke`: their numbers mean nothing."""
     values = []
     for seed in seeds:

@@ -15,7 +15,7 @@ from diloco.lab.experiments import EXPERIMENTS, experiment_of
 from diloco.lab.report.writing import write_report
 from diloco.lab.results import TUNING_SEED, ResultFolder, Setting, Tuned, key_of
 from diloco.lab.run_options import RunOptions
-from diloco.lab.runs import Conditions, Runner, Say, Task, Texts, check_seeds, code_of, setting_of, tasks_of
+from diloco.lab.runs import ArmTask, Conditions, Runner, Say, Texts, check_seeds, code_of, setting_of, tasks_of
 from diloco.lab.scales import Scale, scale_of
 from diloco.lab.tuning import Place, best
 from diloco.own_command import command
@@ -104,7 +104,7 @@ def search(
         if not wanted:
             break
         tasks = {
-            key_of(made.arm(place), seed, setting.texts[experiment.text]): Task(
+            key_of(made.arm(place), seed, setting.texts[experiment.text]): ArmTask(
                 key_of(made.arm(place), seed, setting.texts[experiment.text]),
                 code_of(experiment, runner.conditions.how),
                 f"{experiment.name}: {made.name}, {made.described(place)}",
@@ -181,7 +181,7 @@ TEMPLATE = '''"""NAME: say in one sentence what you want to know.
     diloco lab report runs/NAME NAME.py
 """
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Similarity
 from diloco.lab.scales import Scale
 
@@ -198,12 +198,14 @@ def arms(scale: Scale) -> Arms:
     }
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     """What you expect, as a number for each seed: 0.01 is a perplexity 1 % higher."""
     del scale
     return (
-        Claim("My method beats DiLoCo", "–", lambda m: m.change(MINE, "DiLoCo"), at_most=0.0),
-        Claim("It is within 2 % of data parallelism", "–", lambda m: m.change(MINE, "data-parallel"), at_most=0.02),
+        PublishedClaim("My method beats DiLoCo", "–", lambda m: m.change(MINE, "DiLoCo"), at_most=0.0),
+        PublishedClaim(
+            "It is within 2 % of data parallelism", "–", lambda m: m.change(MINE, "data-parallel"), at_most=0.02
+        ),
     )
 
 

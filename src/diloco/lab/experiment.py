@@ -13,7 +13,7 @@ from typing import Literal, final
 
 from diloco.errors import ConfigError
 from diloco.lab.arm import Arm
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.code import code_of_file
 from diloco.lab.fits import Results
 from diloco.lab.report.pages import Block
@@ -74,7 +74,7 @@ class Experiment:
     source: str
     """The paper and its table or figure."""
     arms: Callable[[Scale], Arms]
-    claims: Callable[[Scale], tuple[Claim, ...]]
+    claims: Callable[[Scale], tuple[PublishedClaim, ...]]
     published: Mapping[str, float] = field(default_factory=dict)
     """The perplexity that the paper gives for an arm, by the arm's name."""
     figures: Callable[[Scale], tuple[Figure, ...]] = lambda scale: ()  # noqa: ARG005

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.lab.arm import ArmResult
-from diloco.lab.report.pages import Block, Text
+from diloco.lab.report.pages import Block, Paragraph
 
 Results = Mapping[str, Sequence[ArmResult]]
 """The finished runs of each arm, by its name; an arm that has not been run is not there."""
@@ -45,7 +45,7 @@ def doubling_line(names: Sequence[str], places: Mapping[str, tuple[float, ...]],
         for name, slope, error in zip(names, line[1:], errors[1:], strict=True)
     )
     return [
-        Text(
+        Paragraph(
             f"A line through the logarithms ({len(losses)} runs): perplexity changes by {slopes} (± two standard "
             f"errors); it explains {explained:.0%} of the variance."
         )

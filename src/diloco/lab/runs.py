@@ -54,7 +54,7 @@ _LARGE = 4.0
 
 @final
 @dataclass(frozen=True)
-class Task:
+class ArmTask:
     """One arm with one seed."""
 
     key: str
@@ -110,15 +110,15 @@ def code_of(experiment: Experiment, how: str) -> str:
 
 def tasks_of(
     experiments: Sequence[Experiment], scale: Scale, seeds: Sequence[int], digests: dict[str, str], how: str = "auto"
-) -> list[Task]:
+) -> list[ArmTask]:
     """All arms of the experiments, each once, the most important first; those that cost most after all others."""
-    tasks: dict[str, Task] = {}
+    tasks: dict[str, ArmTask] = {}
     for experiment in experiments:
         code = code_of(experiment, how)
         for name, arm in experiment.arms(scale).items():
             for seed in seeds:
                 key = key_of(arm, seed, digests[experiment.text])
-                task = Task(key, code, f"{experiment.name}: {name}", arm, seed, experiment.text)
+                task = ArmTask(key, code, f"{experiment.name}: {name}", arm, seed, experiment.text)
                 tasks.setdefault(f"{key}-{code}", task)
     limit = _LARGE * cost(scale.diloco(), scale.vocab_size)
     return sorted(tasks.values(), key=lambda task: cost(task.arm, scale.vocab_size) > limit)
@@ -138,7 +138,7 @@ _TOKEN_AND_PARAMETER_SECONDS = 23.3e-15
 step takes a millisecond however small it is."""
 
 
-def seconds_on_an_h200(tasks: Sequence[Task], vocab_size: int) -> float:
+def seconds_on_an_h200(tasks: Sequence[ArmTask], vocab_size: int) -> float:
     """Return the seconds that the tasks would take on one shared H200, with shared beginnings and compiling."""
     seconds = _COMPILING_SECONDS
     beginnings = {}
@@ -215,10 +215,10 @@ class Conditions:
         if not self.save_seconds >= 0:
             raise ConfigError(f"--save-seconds {self.save_seconds} must be at least 0 (inf: on Ctrl-C only)")
 
-    def is_finished(self, task: Task) -> bool:
+    def is_finished(self, task: ArmTask) -> bool:
         return ResultFolder(self.folder).has(task.key, None if self.any_code else task.code)
 
-    def checkpoint(self, task: Task) -> Path:
+    def checkpoint(self, task: ArmTask) -> Path:
         """Return where the task is saved while it is in progress."""
         return self.folder / "checkpoints" / f"{task.key}-{task.code}.safetensors"
 
@@ -248,7 +248,7 @@ class Runner:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def run(self, tasks: Sequence[Task]) -> int:
+    def run(self, tasks: Sequence[ArmTask]) -> int:
         """Run what is not finished; the number of tasks that remain."""
         conditions = self.conditions
         say = self._say
@@ -283,8 +283,8 @@ class Runner:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._waiting: Queue[tuple[int, Task] | None] = context.Queue()
-        self._outcomes: Queue[tuple[int, _Outcome | str | None]] = context.Queue()
+        self._waiting: Queue[tuple[int, ArmTask] | None] = context.Queue()
+        self._outcomes: Queue[tuple[int, _TaskEnd | str | None]] = context.Queue()
         self._stopping = context.Event()
         given = (self.conditions, self._waiting, self._outcomes, self._ends, self._stopping)
         self._processes = [context.Process(target=_work, args=given) for _ in range(self.conditions.processes)]
@@ -304,7 +304,7 @@ class Runner:
                 process.kill()
         self._waiting.cancel_join_thread()  # tasks that were not begun
 
-    def _spread(self, todo: Sequence[Task], account: "_Account") -> None:
+    def _spread(self, todo: Sequence[ArmTask], account: "_Account") -> None:
         """Each process takes the next task when it has finished one, and says of each what became of it."""
         for item in enumerate(todo):
             self._waiting.put(item)
@@ -336,7 +336,7 @@ class _Account:
         self.failures: list[str] = []
         self._started = time.monotonic()
 
-    def add(self, index: int, outcome: "_Outcome | str | None") -> None:
+    def add(self, index: int, outcome: "_TaskEnd | str | None") -> None:
         """`outcome`: a text tells how far the task is, and None that it was stopped or not begun."""
         if isinstance(outcome, str):
             self.say(outcome)
@@ -352,15 +352,15 @@ class _Account:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _TaskEnd:
     line: str
     failed: bool = False
 
 
 def _work(
     conditions: Conditions,
-    waiting: "Queue[tuple[int, Task] | None]",
-    outcomes: "Queue[tuple[int, _Outcome | str | None]]",
+    waiting: "Queue[tuple[int, ArmTask] | None]",
+    outcomes: "Queue[tuple[int, _TaskEnd | str | None]]",
     ends: float,
     stopping: Event,
 ) -> None:
@@ -380,11 +380,11 @@ def _work(
         outcomes.put((item[0], _attempt(conditions, item[1], stop, tell) if in_time else None))
 
 
-def _tell_parent(outcomes: "Queue[tuple[int, _Outcome | str | None]]", index: int, line: str) -> None:
+def _tell_parent(outcomes: "Queue[tuple[int, _TaskEnd | str | None]]", index: int, line: str) -> None:
     outcomes.put((index, line))
 
 
-def _attempt(run: Conditions, task: Task, stop: Callable[[], bool], tell: Say) -> _Outcome | None:
+def _attempt(run: Conditions, task: ArmTask, stop: Callable[[], bool], tell: Say) -> _TaskEnd | None:
     """Run one task and keep its result; None if it is to stop before. An arm that fails is told, and others go on."""
     if torch.device(run.device).type == "cpu":
         torch.set_num_threads(run.texts.scale.threads)
@@ -400,11 +400,11 @@ def _attempt(run: Conditions, task: Task, stop: Callable[[], bool], tell: Say) -
         return None
     except (RuntimeError, ValueError, TypeError, AssertionError, LookupError) as error:
         logger.exception("%s failed", name)
-        return _Outcome(f"{name}: failed: {str(error)[:300]}", failed=True)
+        return _TaskEnd(f"{name}: failed: {str(error)[:300]}", failed=True)
     ResultFolder(run.folder).write(task.key, task.code, result)
     saving.remove()
     resumed = f", continued from step {saving.resumed_at}" if saving.resumed_at else ""
-    return _Outcome(f"{name}: perplexity {result.perplexity:.2f}, {result.seconds:.1f} s, {result.how}{resumed}")
+    return _TaskEnd(f"{name}: perplexity {result.perplexity:.2f}, {result.seconds:.1f} s, {result.how}{resumed}")
 
 
 class _Teller:

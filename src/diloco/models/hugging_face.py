@@ -131,7 +131,7 @@ class HuggingFaceModel(LanguageModel):
         return F.cross_entropy(logits.float(), wanted)
 
     def reader(self, length: int) -> Reader:  # noqa: ARG002 - its cache grows with the text
-        return _Reader(self.inner)
+        return _TransformersReader(self.inner)
 
     def save(self, folder: Path, *, tokenizer_path: Path | None = None, end_of_text: str | None = None) -> None:
         from transformers import GenerationConfig
@@ -234,7 +234,7 @@ def _check_causal(inner: Any, origin: Pretrained) -> None:
 
 
 @final
-class _Reader:
+class _TransformersReader:
     """A context with the model's own cache; a model without a cache reads the whole text at each token."""
 
     def __init__(self, inner: Any) -> None:

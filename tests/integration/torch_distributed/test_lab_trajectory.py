@@ -11,7 +11,7 @@ from diloco.core.outer_optimizers import outer_optimizer
 from diloco.data.corpus import Corpus
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.lab.arm import Arm
-from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.batches import CorpusTokens
 from diloco.lab.simulation.replicas import fresh, learning_rates
 from diloco.lab.simulation.simulator import simulate
 from diloco.lab.simulation.synthetic import synthetic_corpus
@@ -54,7 +54,7 @@ def train_all(engine: TorchDistributedEngine, folder: str) -> list[str]:
 def train(arm: Arm, engine: TorchDistributedEngine, folder: str) -> str:
     """An ordinary training loop; the digest of its anchors."""
     device, corpus = torch.device("cpu"), Corpus.open(Path(folder))
-    text, config = Text(corpus, device), arm.model_config(corpus.vocab_size)
+    text, config = CorpusTokens(corpus, device), arm.model_config(corpus.vocab_size)
     model = NativeModel(config)
     model.load_state_dict(fresh(config, 0, device).parameters)
     faults = FaultsConfig(arm.drop, 0) if arm.drop else None

@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from diloco.lab.claims import Claim, Judgement, Measured, correct, distinct, judge
+from diloco.lab.claims import Judgement, PublishedClaim, SeedResults, correct, distinct, judge
 
-BELOW = Claim("a is below b", "–", lambda m: m.change("a", "b"), at_most=0.0)
+BELOW = PublishedClaim("a is below b", "–", lambda m: m.change("a", "b"), at_most=0.0)
 
 
-def _seeds(*losses: float) -> list[Measured]:
+def _seeds(*losses: float) -> list[SeedResults]:
     """b has loss 3 in each seed."""
-    return [Measured({"a": loss, "b": 3.0}, {}) for loss in losses]
+    return [SeedResults({"a": loss, "b": 3.0}, {}) for loss in losses]
 
 
 @pytest.mark.parametrize(
@@ -29,20 +29,20 @@ def test_the_verdict_follows_the_interval_over_at_least_three_seeds(losses: tupl
 
 
 def test_common_noise_of_a_seed_cancels() -> None:
-    seeds = [Measured({"a": 2.99 + noise, "b": 3.0 + noise}, {}) for noise in (0.0, 0.5, -0.4)]
+    seeds = [SeedResults({"a": 2.99 + noise, "b": 3.0 + noise}, {}) for noise in (0.0, 0.5, -0.4)]
     judgement = judge(BELOW, seeds)
     assert judgement.verdict == "holds"
     assert judgement.mean == pytest.approx(math.expm1(-0.01))
 
 
 def test_a_seed_whose_arms_are_not_finished_does_not_count() -> None:
-    seeds = [*_seeds(2.9, 2.91), Measured({"a": 2.9}, {})]
+    seeds = [*_seeds(2.9, 2.91), SeedResults({"a": 2.9}, {})]
     judgement = judge(BELOW, seeds)
     assert (len(judgement.values), judgement.verdict) == (2, "not resolved")
 
 
 def test_a_claim_with_two_bounds_fails_on_either_side() -> None:
-    close = Claim("a is within 1 % of b", "–", lambda m: m.change("a", "b"), at_least=-0.01, at_most=0.01)
+    close = PublishedClaim("a is within 1 % of b", "–", lambda m: m.change("a", "b"), at_least=-0.01, at_most=0.01)
     assert judge(close, _seeds(3.0, 3.001, 2.999)).verdict == "holds"
     assert judge(close, _seeds(2.9, 2.901, 2.899)).verdict == "does not hold"
 
@@ -62,7 +62,7 @@ def test_a_claim_with_two_bounds_fails_on_either_side() -> None:
 def test_sign_and_size_are_compared_with_the_published_number(
     expected: float | None, losses: tuple[float, ...], sign: str, size: str
 ) -> None:
-    claim = Claim("a is below b", "–", lambda m: m.change("a", "b"), at_most=0.0, expected=expected)
+    claim = PublishedClaim("a is below b", "–", lambda m: m.change("a", "b"), at_most=0.0, expected=expected)
     judgement = judge(claim, _seeds(*losses))
     assert (judgement.sign_text, judgement.size_text) == (sign, size)
 
@@ -80,7 +80,7 @@ def test_a_verdict_that_stands_alone_may_fall_among_many_open_claims() -> None:
 
 
 def test_a_claim_that_two_experiments_make_counts_once() -> None:
-    gain = Claim("a is below b, as a gain", "–", lambda m: -m.change("a", "b"), at_least=0.0)
+    gain = PublishedClaim("a is below b, as a gain", "–", lambda m: -m.change("a", "b"), at_least=0.0)
     once, turned = judge(BELOW, _seeds(2.99, 2.992, 2.988)), judge(gain, _seeds(2.99, 2.992, 2.988))
     other = judge(BELOW, _seeds(2.90, 2.9001, 2.8999))
     assert distinct([once, turned, other, once]) == [once, other]

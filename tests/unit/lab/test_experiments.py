@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.lab.claims import Measured
+from diloco.lab.claims import SeedResults
 from diloco.lab.experiment import Experiment, Sweep
 from diloco.lab.experiments import EXPERIMENTS, experiment_of, run_files
 from diloco.lab.results import TUNING_SEED, ResultFolder, key_of
@@ -20,7 +20,7 @@ IDS = [f"{experiment.name}-{scale.name}" for experiment, scale in EVERY]
 def test_claims_and_figures_name_arms_of_their_experiment(experiment: Experiment, scale: Scale) -> None:
     arms = experiment.arms(scale)
     figures = {"cosine": 0.5, "mean_norm": 1.0, "bytes": 1.0, "simulated_seconds": 1.0}
-    measured = Measured(dict.fromkeys(arms, 3.0), dict.fromkeys(arms, figures))
+    measured = SeedResults(dict.fromkeys(arms, 3.0), dict.fromkeys(arms, figures))
     for claim in experiment.claims(scale):
         claim.value(measured)  # a KeyError names an arm that is not there
         assert claim.range_text

@@ -14,7 +14,7 @@ from diloco.errors import ConfigError
 from diloco.lab import runs, scales
 from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.results import ResultFolder
-from diloco.lab.runs import Conditions, Runner, Task, Texts
+from diloco.lab.runs import ArmTask, Conditions, Runner, Texts
 from diloco.lab.simulation import checkpoint
 from diloco.lab.simulation.checkpoint import Interrupted, Saving
 from diloco.lab.simulation.simulator import simulate
@@ -134,7 +134,9 @@ def test_ctrl_c_saves_the_arm_in_progress_and_the_same_run_goes_on(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "open_text", lambda *_: corpus)
-    tasks = tuple(Task(f"{lr}-0", "code", f"lr {lr}", arm(steps=7, outer={"lr": lr}), 0, "text") for lr in (0.3, 0.7))
+    tasks = tuple(
+        ArmTask(f"{lr}-0", "code", f"lr {lr}", arm(steps=7, outer={"lr": lr}), 0, "text") for lr in (0.3, 0.7)
+    )
     given, said = signal.signal(signal.SIGINT, signal.default_int_handler), list[str]()  # ignored in the background
 
     def press(told: Progress) -> None:
@@ -168,7 +170,7 @@ def test_a_checkpoint_of_a_finished_arm_is_removed(corpus: Corpus, tmp_path: Pat
     (tmp_path / "results").mkdir()
     results.write("a-0", "code", simulate(arm(steps=4), 0, corpus, "cpu", how="stacked"))
     conditions = Conditions(Texts("", "", scales.SCALES["smoke"]), tmp_path, "cpu")
-    task = Task("a-0", "code", "", arm(), 0, "text")
+    task = ArmTask("a-0", "code", "", arm(), 0, "text")
     left = conditions.checkpoint(task)
     left.parent.mkdir()
     left.write_text("")

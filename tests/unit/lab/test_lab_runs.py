@@ -401,7 +401,7 @@ def test_the_minutes_on_an_h200_are_near_those_that_were_measured() -> None:
         scale = scales.SCALES[name]
 
         def seconds(arms: list[Arm], scale: scales.Scale = scale) -> float:
-            tasks = [runs.Task("", "", "", arm, 0, "text") for arm in arms]
+            tasks = [runs.ArmTask("", "", "", arm, 0, "text") for arm in arms]
             return runs.seconds_on_an_h200(tasks, scale.vocab_size)
 
         one = seconds([scale.diloco()])

@@ -10,9 +10,9 @@ import torch
 from diloco.data.corpus import Corpus
 from diloco.lab.arm import Arm, ArmResult
 from diloco.lab.simulation import pretraining
-from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.batches import CorpusTokens
 from diloco.lab.simulation.presence import paces, presence
-from diloco.lab.simulation.replicas import Sequential, Task, fresh, learning_rates
+from diloco.lab.simulation.replicas import ReplicaTask, Sequential, fresh, learning_rates
 from diloco.lab.simulation.simulator import choose, simulate
 from diloco.lab.simulation.stacked import Stacked
 from diloco.lab.simulation.synthetic import synthetic_corpus
@@ -73,10 +73,10 @@ def test_stacked_replicas_train_as_those_one_after_another(corpus: Corpus, optio
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_inner_optimizers_of_a_stack_have_its_state_as_torch_has_it(corpus: Corpus, optimizer: str) -> None:
     """What averages moments, say, finds them where it looks for them, and can change them."""
-    text, config = Text(corpus, torch.device("cpu")), arm().model_config(64)
+    text, config = CorpusTokens(corpus, torch.device("cpu")), arm().model_config(64)
     places = torch.arange(4 * 2 * 3).view(4, 2, 3) * 7
     inner = InnerConfig(lr=1e-2, optimizer=optimizer)  # type: ignore[arg-type]
-    task = Task(config, inner, text, places, learning_rates(inner, 2000, 4, 4000, text.device))
+    task = ReplicaTask(config, inner, text, places, learning_rates(inner, 2000, 4, 4000, text.device))
     both: list[Any] = [kind(task, fresh(config, 0, text.device)) for kind in (Sequential, Stacked)]
     for replicas in both:
         for _ in range(3):

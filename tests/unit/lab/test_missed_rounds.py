@@ -12,7 +12,7 @@ from diloco.errors import ConfigError
 from diloco.lab.arm import Arm, ArmResult, MissedRule, RoundStatistics
 from diloco.lab.experiments import missed_rounds
 from diloco.lab.fits import fit_power_law, left_out_errors, lowest_of_parabola
-from diloco.lab.report.pages import Grid, Text
+from diloco.lab.report.pages import Grid, Paragraph
 from diloco.lab.scales import SCALES
 from diloco.lab.simulation.simulator import simulate
 from diloco.lab.simulation.synthetic import synthetic_corpus
@@ -108,7 +108,7 @@ def test_the_law_is_recovered_from_costs_that_follow_it() -> None:
             without = calm[replace(arm, drop=0.0, missed="token_weighted").key()]
             results[name] = [replace(one, curve=((0, 4.0), (1, one.loss - 3.0 + without))) for one in results[name]]
     [words, grid, *_] = missed_rounds.analysis(scale, results)
-    assert isinstance(words, Text) and isinstance(grid, Grid)
+    assert isinstance(words, Paragraph) and isinstance(grid, Grid)
     assert len(grid.rows) == 4
     for row in grid.rows:
         assert [float(cell.split(" ± ")[0]) for cell in row[1:5]] == pytest.approx([0.05, 1.5, -0.5, 1.0], rel=1e-2)
@@ -117,7 +117,7 @@ def test_the_law_is_recovered_from_costs_that_follow_it() -> None:
 
 def test_a_best_momentum_that_follows_the_cosine_is_predicted() -> None:
     *_, words = missed_rounds.analysis(SCALES["1m"], {name: r for name, r in _made_up().items() if "none" in name})
-    assert isinstance(words, Text) and "of so few settings" in words.text
+    assert isinstance(words, Paragraph) and "of so few settings" in words.text
     line = missed_rounds._prediction([0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8])
     assert "predicts the best momentum" in line and "+1.00" in line
     line = missed_rounds._prediction([0.1, 0.2, 0.3, 0.4], [0.5, 0.8, 0.5, 0.8])

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from diloco.lab.arm import Arm
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 from diloco.lab.tuning import MOMENTA, OUTER_LRS, Search
@@ -32,13 +32,13 @@ def arms(scale: Scale) -> Arms:
     return {_name(method, numbers): _arm(scale, method, numbers) for numbers in NUMBERS for method in METHODS}
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     made = []
     for lr, momentum in NUMBERS:
         numbers = (lr, momentum)
         made.append(
-            Claim(
+            PublishedClaim(
                 f"Eager updates with {lr} / {momentum} cost at most 3 % over DiLoCo with the same",
                 "+0.02 nats (500M)",
                 lambda m, n=numbers: m.change(_name("eager", n), _name("DiLoCo", n)),  # type: ignore[misc]
@@ -47,7 +47,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
             )
         )
         made.append(
-            Claim(
+            PublishedClaim(
                 f"Eager updates are better than naive delay with {lr} / {momentum}",
                 "−0.32 nats (500M)",
                 lambda m, n=numbers: m.change(_name("eager", n), _name("delayed", n)),  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """DiLoCo against data parallelism with equal tokens: the same batch, or smaller batches and more updates."""
 
 from diloco.lab.arm import Arm
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
@@ -26,10 +26,10 @@ def arms(scale: Scale) -> Arms:
     return {DILOCO: scale.diloco()} | {_name(size): _data_parallel(scale, size) for size in SIZES}
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     return tuple(
-        Claim(
+        PublishedClaim(
             f"With equal tokens, {8 // size} times the updates with {size}× the batch beat DiLoCo"
             if size < 8
             else "With equal tokens and steps, DiLoCo is within 2 % of data parallelism",

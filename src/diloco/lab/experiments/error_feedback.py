@@ -1,6 +1,6 @@
 """Coarse codecs with and without error feedback (SparseLoCo, arXiv 2508.15706)."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
@@ -21,12 +21,12 @@ def arms(scale: Scale) -> Arms:
     return made
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     made = []
     for codec in ("topk", "2bit"):
         made.append(
-            Claim(
+            PublishedClaim(
                 f"Error feedback lowers the perplexity with {codec}",
                 "lower",
                 lambda m, c=codec: m.change(_name(c, True), _name(c, False)),  # type: ignore[misc]
@@ -34,7 +34,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
             )
         )
         made.append(
-            Claim(
+            PublishedClaim(
                 f"{codec} with error feedback is within 3 % of fp32",
                 "as good or better",
                 lambda m, c=codec: m.change(_name(c, True), "fp32"),  # type: ignore[misc]

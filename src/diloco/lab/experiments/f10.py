@@ -1,6 +1,6 @@
 """Figures 10 and 11 of the DiLoCo paper: the cosine similarity of the workers' outer gradients."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Experiment, Figure, Similarity
 from diloco.lab.scales import Scale
 
@@ -26,11 +26,11 @@ def arms(scale: Scale) -> Arms:
     return made | {OTHER_4: scale.diloco(data="shards", workers=4)}
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     short, usual, long = _lengths(scale)
     at_usual = _name(OTHER, usual)
     made = [
-        Claim(
+        PublishedClaim(
             f"Outer gradients of more inner steps are more alike ({side}, H = {long} against {short})",
             "more alike (Figure 10)",
             lambda m, s=side: m.figure(_name(s, long), "cosine") - m.figure(_name(s, short), "cosine"),  # type: ignore[misc]
@@ -40,21 +40,21 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
         for side in (IID, OTHER)
     ]
     made += [
-        Claim(
+        PublishedClaim(
             "Outer gradients are more alike with the same text than with different texts",
             "more alike (Figure 10)",
             lambda m: m.figure(_name(IID, usual), "cosine") - m.figure(at_usual, "cosine"),
             unit="",
             at_least=0.0,
         ),
-        Claim(
+        PublishedClaim(
             "Outer gradients of 8 workers with different texts are less alike than those of 4",
             "less alike (Figure 11)",
             lambda m: m.figure(at_usual, "cosine") - m.figure(OTHER_4, "cosine"),
             unit="",
             at_most=0.0,
         ),
-        Claim(
+        PublishedClaim(
             "The norm of the mean outer gradient falls as 1/√k: 4 workers have √2 times that of 8",
             "1.414",
             lambda m: m.figure(OTHER_4, "mean_norm") / m.figure(at_usual, "mean_norm"),

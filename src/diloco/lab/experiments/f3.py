@@ -1,6 +1,6 @@
 """Figure 3 of the DiLoCo paper: the number of pre-training steps, the sum of all steps being the same."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
 
@@ -26,18 +26,18 @@ def arms(scale: Scale) -> Arms:
     return {_name(first): scale.diloco(pretraining_steps=first, steps=total - first) for first in counts}
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     usual = _name(scale.pretraining_steps)
     fewer = _steps(scale, 1 / 6)
     return (
-        Claim(
+        PublishedClaim(
             "DiLoCo from scratch is within 2 % of DiLoCo after pre-training",
             "about +0.7 % (0.1 of perplexity)",
             lambda m: m.change(_name(0), usual),
             at_most=0.02,
             expected=0.007,
         ),
-        Claim(
+        PublishedClaim(
             f"{fewer} pre-training steps are within 1 % of the usual {scale.pretraining_steps}",
             "about 0",
             lambda m: m.change(_name(fewer), usual),

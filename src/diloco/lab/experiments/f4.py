@@ -1,6 +1,6 @@
 """Figure 4 of the DiLoCo paper: H, the inner steps between two rounds."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
 from diloco.lab.experiments.regime import tune_lengths
 from diloco.lab.fits import Results, doubling_line
@@ -29,24 +29,24 @@ def arms(scale: Scale) -> Arms:
     }
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     short, long = round(scale.H * SHORT), round(scale.H * LONG)
     return (
-        Claim(
+        PublishedClaim(
             f"H = {long} costs at most 3 % of perplexity over H = {short}, with {long // short} times fewer rounds",
             "+2.9 % (H = 1,000 over 50, 20 times fewer)",
             lambda m: m.change(_name(long), _name(short)),
             at_most=0.03,
             expected=0.029,
         ),
-        Claim(
+        PublishedClaim(
             f"Communicating more often is better: H = {short} beats H = {long}",
             "−2.8 %",
             lambda m: m.change(_name(short), _name(long)),
             at_most=0.0,
             expected=-0.028,
         ),
-        Claim(
+        PublishedClaim(
             f"Diminishing returns below the usual H = {scale.H}: half of it gains at most 1 %",
             "under 1 % (H = 250 and 500)",
             lambda m: m.change(_name(scale.H), _name(round(scale.H / 2))),

@@ -1,6 +1,6 @@
 """Figure 5 and the non-i.i.d. column of Table 3 of the DiLoCo paper: workers that read different texts."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
@@ -23,31 +23,31 @@ def arms(scale: Scale) -> Arms:
     }
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     return (
-        Claim(
+        PublishedClaim(
             "8 workers with different texts are within 2 % of 8 workers with the same",
             "−0.40 % (15.02 against 15.08)",
             lambda m: m.change(OTHER, IID),
             at_most=0.02,
             expected=15.02 / 15.08 - 1,
         ),
-        Claim(
+        PublishedClaim(
             "4 workers with different texts are within 2 % of 4 workers with the same",
             "−0.33 % (15.18 against 15.23)",
             lambda m: m.change(OTHER_4, IID_4),
             at_most=0.02,
             expected=15.18 / 15.23 - 1,
         ),
-        Claim(
+        PublishedClaim(
             "8 workers with different texts have a lower perplexity than one worker that reads all",
             "−7.46 % (15.02 against 16.23)",
             lambda m: m.change(OTHER, ONE),
             at_most=0.0,
             expected=15.02 / 16.23 - 1,
         ),
-        Claim(
+        PublishedClaim(
             "Figure 8, non-i.i.d.: half of the communication dropped costs at most 3 %",
             "+2.1 %",
             lambda m: m.change(DROPPED, OTHER),

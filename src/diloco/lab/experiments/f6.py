@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 from diloco.lab.tuning import MOMENTA, OUTER_LRS, Search
@@ -29,10 +29,10 @@ def arms(scale: Scale) -> Arms:
     return {NESTEROV: scale.diloco()} | tuned
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     return tuple(
-        Claim(
+        PublishedClaim(
             f"Nesterov has a lower perplexity than {name}",
             "better (Figure 6)",
             lambda m, n=name: m.change(NESTEROV, n),  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Figure 7 of the DiLoCo paper: workers that come and go, in six schedules."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
@@ -20,31 +20,31 @@ def arms(scale: Scale) -> Arms:
     return made | {LOCAL: scale.diloco(workers=1)}
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     doubling, halving, up, down = SCHEDULES
     return (
-        Claim(
+        PublishedClaim(
             "Doubling and halving, with the same compute, are within 2 % of each other",
             "similar",
             lambda m: m.change(doubling, halving),
             at_least=-0.02,
             at_most=0.02,
         ),
-        Claim(
+        PublishedClaim(
             "Ramping up and ramping down, with the same compute, are within 2 % of each other",
             "similar",
             lambda m: m.change(up, down),
             at_least=-0.02,
             at_most=0.02,
         ),
-        Claim(
+        PublishedClaim(
             "8 workers throughout are better than doubling, which has three quarters of the compute",
             "better",
             lambda m: m.change(ALL, doubling),
             at_most=0.0,
         ),
-        Claim(
+        PublishedClaim(
             "Ramping up is better than one worker, which has less compute",
             "better",
             lambda m: m.change(up, LOCAL),

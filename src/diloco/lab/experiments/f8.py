@@ -1,6 +1,6 @@
 """Figure 8 of the DiLoCo paper: outer gradients dropped with some probability (non-i.i.d. at 50 %: f5.py)."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
 
@@ -19,9 +19,9 @@ def arms(scale: Scale) -> Arms:
     return made | {BY_TOKENS: scale.diloco(drop=0.5)}
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
-    by_tokens = Claim(
+    by_tokens = PublishedClaim(
         "With half of the communication dropped, weights by tokens are better than uniform ones",
         "–",
         lambda m: m.change(BY_TOKENS, _name(0.5)),
@@ -29,7 +29,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
     )
     published = {0.1: "small", 0.3: "small", 0.5: "+2.1 % (non-i.i.d.)"}
     dropped = tuple(
-        Claim(
+        PublishedClaim(
             f"Dropping {part:.0%} of the communication costs at most {most:.0%} of perplexity",
             published[part],
             lambda m, p=part: m.change(_name(p), _name(0.0)),  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Figure 9 of the DiLoCo paper: outer steps of a single worker."""
 
 from diloco.lab.arm import Arm
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 from diloco.lab.tuning import MOMENTA, OUTER_LRS, Search
@@ -20,10 +20,10 @@ def arms(scale: Scale) -> Arms:
     return {OUTER: _arm(scale, *scale.outer_steps["one worker"]), ONE: scale.one_worker()}
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     return (
-        Claim(
+        PublishedClaim(
             "Outer steps lower the perplexity of a single worker",
             "lower (Figure 9)",
             lambda m: m.change(OUTER, ONE),

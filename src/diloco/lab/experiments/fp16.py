@@ -1,6 +1,6 @@
 """OpenDiLoCo's ablation: outer gradients averaged in 16 bits; and in fewer."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
 
@@ -12,10 +12,10 @@ def arms(scale: Scale) -> Arms:
     return {codec: scale.diloco(sync={"codec": codec}) for codec in CODECS}
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     return tuple(
-        Claim(
+        PublishedClaim(
             f"{codec} costs no more than 0.5 % of perplexity",
             PUBLISHED.get(codec, "–"),
             lambda m, c=codec: m.change(c, "fp32"),  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """One worker of eight that turns its outer gradients around: the plain mean against centred clipping, and its price."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
@@ -22,22 +22,22 @@ def arms(scale: Scale) -> Arms:
     return made
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     return (
-        Claim(
+        PublishedClaim(
             "Without an attacker clipping costs at most 0.3 %",
             "none to 0.3 %",
             lambda m: m.change(CLIPPED, PLAIN),
             at_most=0.003,
         ),
-        Claim(
+        PublishedClaim(
             "With one hostile worker of eight, clipping is better than the plain mean",
             "better",
             lambda m: m.change(_hostile(CLIPPED), _hostile(PLAIN)),
             at_most=0.0,
         ),
-        Claim(
+        PublishedClaim(
             "With clipping, one hostile worker of eight costs at most 2 %",
             "not published",
             lambda m: m.change(_hostile(CLIPPED), PLAIN),

@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
 from diloco.lab.arm import Arm, ArmResult, MissedRule
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Experiment, Figure, Sweep
 from diloco.lab.fits import PowerLaw, Results, fit_power_law, left_out_errors, lowest_of_parabola
-from diloco.lab.report.pages import Block, Grid, Text
+from diloco.lab.report.pages import Block, Grid, Paragraph
 from diloco.lab.results import FIRST_ROUNDS
 from diloco.lab.scales import Scale
 
 RULES: tuple[MissedRule, ...] = get_args(MissedRule)
 
 
-class Plan(NamedTuple):
+class SweptValues(NamedTuple):
     """The values that are combined at a scale, each with each."""
 
     workers: tuple[int, ...]
@@ -36,13 +36,13 @@ class Plan(NamedTuple):
     rules: tuple[MissedRule, ...]
 
 
-def plan(scale: Scale) -> Plan:
+def plan(scale: Scale) -> SweptValues:
     """All values at one size; a spot check of the law at the larger ones."""
     if scale.smoke:
-        return Plan((2, 4), (0.0, 0.2, 0.5), (0.5, 0.7, 0.9), RULES)
+        return SweptValues((2, 4), (0.0, 0.2, 0.5), (0.5, 0.7, 0.9), RULES)
     if scale.name in ("4m", "14m"):
-        return Plan((8,), (0.0, 0.3, 0.5), (0.5, 0.8, 0.9), ("token_weighted", "uniform"))
-    return Plan((4, 8, 16), (0.0, 0.1, 0.3, 0.5), (0.5, 0.7, 0.8, 0.9), RULES)
+        return SweptValues((8,), (0.0, 0.3, 0.5), (0.5, 0.8, 0.9), ("token_weighted", "uniform"))
+    return SweptValues((4, 8, 16), (0.0, 0.1, 0.3, 0.5), (0.5, 0.7, 0.8, 0.9), RULES)
 
 
 def _name(k: int, part: float, momentum: float, rule: MissedRule) -> str:
@@ -66,7 +66,7 @@ def arms(scale: Scale) -> Arms:
     return made
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     values = plan(scale)
     k = scale.workers if scale.workers in values.workers else max(values.workers)
     most = max(values.dropped)
@@ -74,20 +74,20 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
     high = max(values.momenta)
     middle = values.momenta[-2]
     made = [
-        Claim(
+        PublishedClaim(
             f"With {most:.0%} dropped, k = {k} and momentum {middle:g}, missed rounds cost at most 3 % of perplexity",
             "+2.1 % (non-i.i.d., momentum 0.9, uniform)",
             lambda m: m.change(_name(k, most, middle, "token_weighted"), _name(k, 0.0, middle, "token_weighted")),
             at_most=0.03,
             expected=0.021,
         ),
-        Claim(
+        PublishedClaim(
             f"Weights by tokens are better than uniform ones ({most:.0%} dropped, k = {k}, momentum {high:g})",
             "–",
             lambda m: m.change(_name(k, most, high, "token_weighted"), _name(k, most, high, "uniform")),
             at_most=0.0,
         ),
-        Claim(
+        PublishedClaim(
             f"Less momentum makes missed rounds cheaper ({low:g} against {high:g}, {most:.0%} dropped, k = {k})",
             "–",
             lambda m: (
@@ -99,7 +99,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
     ]
     if "discarded" in values.rules:
         made.append(
-            Claim(
+            PublishedClaim(
                 f"Work that missed a round is worth keeping ({most:.0%} dropped, k = {k}, momentum {middle:g})",
                 "–",
                 lambda m: m.change(_name(k, most, middle, "token_weighted"), _name(k, most, middle, "discarded")),
@@ -171,10 +171,10 @@ def _law(scale: Scale, results: Results) -> list[Block]:
         if law is not None:
             rows.append((rule.replace("_", "-"), *_law_row(law, measured)))
     if not rows:
-        return [Text("The law is not fitted: it needs several numbers of workers, parts dropped and momenta.")]
+        return [Paragraph("The law is not fitted: it needs several numbers of workers, parts dropped and momenta.")]
     heads = ("rule", "a, nats", "b (p)", "c (k)", "d (1/(1 − momentum))", "runs", "explained", "error", "at unseen k")
     return [
-        Text(
+        Paragraph(
             "The cost of missed rounds in nats, above the same arm without drops: a · p^b · k^c · (1 − momentum)^(−d), "
             "± two standard errors. Error: root mean square of what the law leaves; at unseen k: the same at the "
             "largest number of workers, by the law fitted without it."
@@ -227,7 +227,7 @@ def _best_momentum(scale: Scale, results: Results) -> list[Block]:
     if not rows:
         return []
     heads = ("k", "missed rounds", "loss by momentum", "best momentum", f"cosine, first {FIRST_ROUNDS} rounds")
-    return [Grid(heads, rows), Text(_prediction(cosines, best))]
+    return [Grid(heads, rows), Paragraph(_prediction(cosines, best))]
 
 
 def _losses(results: Results, k: int, part: float, rule: MissedRule, momenta: Sequence[float]) -> dict[float, float]:

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 from diloco.lab.tuning import INNER_LRS, Search
@@ -30,17 +30,17 @@ def arms(scale: Scale) -> Arms:
     }
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     return (
-        Claim(
+        PublishedClaim(
             "Muon inside DiLoCo has a lower perplexity than AdamW inside",
             "3.120 against 3.142 nats (k = 1, 150M)",
             lambda m: m.change(MUON, ADAMW),
             at_most=0.0,
             expected=math.expm1(3.120 - 3.142),
         ),
-        Claim(
+        PublishedClaim(
             "DiLoCo with Muon is within 2 % of data-parallel Muon",
             "3.120 against 3.124 nats (k = 1, 150M)",
             lambda m: m.change(MUON, MUON_DP),

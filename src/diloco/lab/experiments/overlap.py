@@ -1,6 +1,6 @@
 """Overlap by inner steps: what τ steps of travel cost, with the mean in place of the parameters or half and half."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
 
@@ -25,9 +25,9 @@ def arms(scale: Scale) -> Arms:
     return made
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     return tuple(
-        Claim(
+        PublishedClaim(
             f"Overlap with {_name(steps, mixing)} costs at most 1 % of perplexity",
             "nothing (τ up to 5, α = 0.5)" if steps <= 5 else "–",
             lambda m, t=steps, a=mixing: m.change(_name(t, a), PLAIN),  # type: ignore[misc]

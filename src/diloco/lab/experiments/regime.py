@@ -9,7 +9,7 @@ misses one says so in its report; it is not shrunk until it passes.
 import math
 
 from diloco.lab.arm import Arm
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Experiment, Figure, Sweep
 from diloco.lab.experiments import f9
 from diloco.lab.scales import Scale
@@ -46,10 +46,10 @@ def arms(scale: Scale) -> Arms:
     }
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     short, usual, long = lengths(scale)
     return (
-        Claim(
+        PublishedClaim(
             "Gate: one worker alone is 5 to 25 % above data parallelism",
             "+6.1 % (16.23 against 15.30)",
             lambda m: m.change(ONE, BATCH),
@@ -57,25 +57,25 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
             at_most=0.25,
             expected=16.23 / 15.30 - 1,
         ),
-        Claim(
+        PublishedClaim(
             f"Gate: H = {short} is within 0.5 % of data parallelism",
             "–",
             lambda m: m.change(_name(short), BATCH),
             at_most=0.005,
         ),
-        Claim(
+        PublishedClaim(
             f"Gate: even H = {long} beats one worker",
             "better (Figure 4)",
             lambda m: m.change(_name(long), ONE),
             at_most=0.0,
         ),
-        Claim(
+        PublishedClaim(
             "Gate: outer steps of a single worker cost nothing",
             "better (Figure 9)",
             lambda m: m.change(ALONE, ONE),
             at_most=0.0,
         ),
-        Claim(
+        PublishedClaim(
             f"H = {usual} keeps at least half of the window between one worker and data parallelism",
             "130 % (15.02 between 16.23 and 15.30)",
             lambda m: m.window_kept(_name(usual), ONE, BATCH),

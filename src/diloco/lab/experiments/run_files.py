@@ -6,7 +6,7 @@ overlap, codec and the outer step are the file's own.
 
 from typing import Any
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.experiments import t2
 from diloco.lab.scales import Scale
@@ -33,10 +33,10 @@ def arms(scale: Scale) -> Arms:
     return {TUNED: scale.diloco()} | shipped | baselines
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     return tuple(
-        Claim(
+        PublishedClaim(
             f"{name}.toml keeps at least half of the window between one worker and data parallelism",
             "–",
             lambda m, n=name: m.window_kept(f"{n}.toml", t2.ONE, t2.BATCH),  # type: ignore[misc]

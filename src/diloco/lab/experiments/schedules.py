@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
@@ -46,11 +46,11 @@ def arms(scale: Scale) -> Arms:
     }
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     better = {LAST: "–", DECAY: "–", WARM: "better (Pier, arXiv 2511.17849)", ALL: "–", MOMENTS: "better (DES-LOC)"}
     made = [
-        Claim(
+        PublishedClaim(
             f"Better than DiLoCo as it is: {name}",
             published,
             lambda m, n=name: m.change(n, PLAIN),  # type: ignore[misc]
@@ -60,13 +60,13 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
     ]
     return (
         *made,
-        Claim(
+        PublishedClaim(
             "Second moments averaged in every 6th round are as good as in every round (0.5 %)",
             "as good (DES-LOC)",
             lambda m: m.change(RARELY, MOMENTS),
             at_most=0.005,
         ),
-        Claim(
+        PublishedClaim(
             "Rounds that grow as the learning rate falls cost at most 0.5 % over short ones throughout",
             "better (QSR, arXiv 2310.14423)",
             lambda m: m.change(GROWING, HALF),

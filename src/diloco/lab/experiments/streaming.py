@@ -2,7 +2,7 @@
 
 import math
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.experiments import eager
 from diloco.lab.scales import Scale
@@ -37,13 +37,13 @@ def arms(scale: Scale) -> Arms:
     }
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     made = []
     for name, most in LARGEST.items():
         loss = PUBLISHED_LOSS.get(name)
         made.append(
-            Claim(
+            PublishedClaim(
                 f"{name} costs at most {most:.0%} of perplexity over DiLoCo",
                 "as good" if loss is None else f"+{loss - PUBLISHED_LOSS[PLAIN]:.2f} nats",
                 lambda m, n=name: m.change(n, PLAIN),  # type: ignore[misc]
@@ -51,7 +51,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
                 expected=None if loss is None else math.expm1(loss - PUBLISHED_LOSS[PLAIN]),
             )
         )
-    worse = Claim(
+    worse = PublishedClaim(
         "Eager updates are better than naive delay",
         "−0.32 nats",
         lambda m: m.change(EAGER, DELAYED),

@@ -1,6 +1,6 @@
 """Table 2 of the DiLoCo paper: one worker, eight times the batch, eight times the updates, DiLoCo."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 from diloco.lab.tuning import INNER_LRS, MOMENTA, OUTER_LRS, Search
@@ -20,31 +20,31 @@ def arms(scale: Scale) -> Arms:
     }
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     return (
-        Claim(
+        PublishedClaim(
             "DiLoCo has a lower perplexity than one worker alone",
             "−7.46 % (15.02 against 16.23)",
             lambda m: m.change(DILOCO, ONE),
             at_most=0.0,
             expected=15.02 / 16.23 - 1,
         ),
-        Claim(
+        PublishedClaim(
             "DiLoCo has a lower perplexity than data parallelism with the same steps and tokens",
             "−1.83 % (15.02 against 15.30)",
             lambda m: m.change(DILOCO, BATCH),
             at_most=0.0,
             expected=15.02 / 15.30 - 1,
         ),
-        Claim(
+        PublishedClaim(
             "DiLoCo is within 2 % of data parallelism with the same steps and tokens",
             "+0.37 % (OpenDiLoCo: 13.73 against 13.68)",
             lambda m: m.change(DILOCO, BATCH),
             at_most=0.02,
             expected=13.73 / 13.68 - 1,
         ),
-        Claim(
+        PublishedClaim(
             "Eight times the updates of one worker are better than DiLoCo (and take eight times as long)",
             "−2.00 % (14.72 against 15.02)",
             lambda m: m.change(UPDATES, DILOCO),

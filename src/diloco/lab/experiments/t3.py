@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
 from diloco.lab.fits import Results, doubling_line
 from diloco.lab.report.pages import Block
@@ -32,12 +32,12 @@ def arms(scale: Scale) -> Arms:
     return {name: made[name] for name in order}
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     made = []
     counts = sorted(scale.replicas)
     for fewer, more in pairwise(counts):
         made.append(
-            Claim(
+            PublishedClaim(
                 f"{more} replicas have a lower perplexity than {fewer}",
                 _published(fewer, more),
                 lambda m, a=more, b=fewer: m.change(_name(a), _name(b)),  # type: ignore[misc]
@@ -47,7 +47,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
         )
     if 16 in counts:
         made.append(
-            Claim(
+            PublishedClaim(
                 "Diminishing returns beyond 8: from 8 to 16 replicas gains less than from 4 to 8",
                 "0.40 % against 0.98 %",
                 lambda m: m.change(_name(8), _name(4)) - m.change(_name(16), _name(8)),

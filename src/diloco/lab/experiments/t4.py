@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
 
@@ -33,12 +33,12 @@ def arms(scale: Scale) -> Arms:
     return made
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     published = {"small": "4.33 % (60M)", "medium": "7.45 % (150M)", "large": "7.49 % (400M)"}
     expected = {"small": 0.0433, "medium": 0.0745, "large": 0.0749}
     gains = tuple(
-        Claim(
+        PublishedClaim(
             f"DiLoCo gains over one worker with the {size} model",
             published[size],
             lambda m, s=size: -m.change(f"{s}, DiLoCo", f"{s}, one worker"),  # type: ignore[misc]
@@ -47,7 +47,7 @@ def claims(scale: Scale) -> tuple[Claim, ...]:
         )
         for size in SIZES
     )
-    growing = Claim(
+    growing = PublishedClaim(
         "The gain with the large model is above that with the small one",
         "+3.16 %",
         lambda m: m.change("small, DiLoCo", "small, one worker") - m.change("large, DiLoCo", "large, one worker"),

@@ -1,6 +1,6 @@
 """Table 6 of the DiLoCo paper: outer gradients pruned per neuron (methods/pruning.py says in which reading)."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
 
@@ -17,10 +17,10 @@ def arms(scale: Scale) -> Arms:
     return {_name(part): scale.diloco(sync={"prune": part} if part else {}) for part in PUBLISHED}
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
     return tuple(
-        Claim(
+        PublishedClaim(
             f"Pruning {part:.0%} of the outer gradients costs at most {most:.1%} of perplexity",
             f"{PUBLISHED[part] / PUBLISHED[0.0] - 1:+.2%}".replace("-", "−"),
             lambda m, p=part: m.change(_name(p), _name(0.0)),  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """OpenDiLoCo's open questions: more than eight workers, and the best H for a number of workers."""
 
-from diloco.lab.claims import Claim
+from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Experiment, Figure, Sweep
 from diloco.lab.fits import Results, doubling_line
 from diloco.lab.report.pages import Block
@@ -27,12 +27,12 @@ def arms(scale: Scale) -> Arms:
     }
 
 
-def claims(scale: Scale) -> tuple[Claim, ...]:
+def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     short, _, long = _lengths(scale)
     fewest = min(_counts(scale))
     most = max(_counts(scale))
     return (
-        Claim(
+        PublishedClaim(
             f"A longer H costs more with more workers (H = {long} against {short}, k = {most} against {fewest})",
             "open",
             lambda m: (

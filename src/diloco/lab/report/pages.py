@@ -26,7 +26,7 @@ class Heading:
 
 @final
 @dataclass(frozen=True)
-class Text:
+class Paragraph:
     text: str
 
 
@@ -49,7 +49,7 @@ class Drawing:
     svg: str
 
 
-Block = Heading | Text | Grid | Drawing
+Block = Heading | Paragraph | Grid | Drawing
 
 
 def as_markdown(title: str, blocks: Sequence[Block]) -> str:
@@ -57,7 +57,7 @@ def as_markdown(title: str, blocks: Sequence[Block]) -> str:
     for block in blocks:
         if isinstance(block, Heading):
             parts.append(f"{'#' * block.level} {block.text}")
-        elif isinstance(block, Text):
+        elif isinstance(block, Paragraph):
             parts.append(block.text.strip())
         elif isinstance(block, Grid):
             rule = "| " + " | ".join("---" for _ in block.heads) + " |"
@@ -76,7 +76,7 @@ def as_html(title: str, blocks: Sequence[Block]) -> str:
     for block in blocks:
         if isinstance(block, Heading):
             body.append(f"<h{block.level}>{escape(block.text)}</h{block.level}>")
-        elif isinstance(block, Text):
+        elif isinstance(block, Paragraph):
             body.append(f"<p>{escape(block.text.strip())}</p>")
         elif isinstance(block, Grid):
             heads = "".join(f"<th>{escape(head)}</th>" for head in block.heads)

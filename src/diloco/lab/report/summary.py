@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from diloco.lab.arm import ArmResult
-from diloco.lab.claims import Judgement, Measured, half_width, judge
+from diloco.lab.claims import Judgement, SeedResults, half_width, judge
 from diloco.lab.experiment import Experiment
 from diloco.lab.experiments import t2
 from diloco.lab.results import TUNING_SEED, Finished, ResultFolder, key_of
@@ -126,9 +126,9 @@ def summarise(experiment: Experiment, scale: Scale, folder: ResultFolder, digest
     return Summary(experiment, arms, missing, judgements)
 
 
-def _measured(arms: Sequence[ArmSummary], seed: int) -> Measured:
+def _measured(arms: Sequence[ArmSummary], seed: int) -> SeedResults:
     results = {arm.name: arm.by_seed[seed].result for arm in arms if seed in arm.by_seed}
-    return Measured(
+    return SeedResults(
         {name: result.loss for name, result in results.items()},
         {name: _figures(result) for name, result in results.items()},
     )

@@ -17,7 +17,7 @@ from diloco.errors import ConfigError, install_hint
 from diloco.lab.claims import FEWEST_SEEDS, Judgement, correct, distinct, half_width
 from diloco.lab.experiment import Curves, Experiment, Figure, Similarity, Sweep
 from diloco.lab.experiments import regime, t2
-from diloco.lab.report.pages import Block, Drawing, Grid, Heading, Text, as_html, as_markdown
+from diloco.lab.report.pages import Block, Drawing, Grid, Heading, Paragraph, as_html, as_markdown
 from diloco.lab.report.summary import ArmSummary, Summary, Window, regime_check, summarise, windows_of
 from diloco.lab.results import TUNING_SEED, ResultFolder, Setting
 from diloco.lab.scales import Scale, scale_of
@@ -32,7 +32,7 @@ PAPER = (
 
 @final
 @dataclass(frozen=True)
-class Report:
+class WrittenReport:
     """The paths of what was written, and the verdicts."""
 
     html: Path
@@ -40,7 +40,7 @@ class Report:
     judgements: tuple[Judgement, ...]
 
 
-def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | None = None) -> Report:
+def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | None = None) -> WrittenReport:
     """The report of a folder of `diloco lab run`; `to`: another folder for it."""
     check_installed("lab")
     if find_spec("scipy") is None:
@@ -61,7 +61,7 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
     baselines = None if digest is None else summarise(t2.EXPERIMENT, scale, results, digest)
     blocks = _head(setting, scale, summaries, regime_check(baselines))
     if rest:
-        blocks.append(Text(f"Experiments without two finished arms: {', '.join(rest)}."))
+        blocks.append(Paragraph(f"Experiments without two finished arms: {', '.join(rest)}."))
     for summary in summaries:
         blocks += _section(summary, scale, windows_of(baselines))
     blocks += _tuning(results)
@@ -76,7 +76,7 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
             path.parent.mkdir(exist_ok=True)
             write_file(path, block.svg.encode())
     write_file(markdown, as_markdown(title, blocks).encode())
-    return Report(html, markdown, tuple(judgement for summary in summaries for judgement in summary.judgements))
+    return WrittenReport(html, markdown, tuple(judgement for summary in summaries for judgement in summary.judgements))
 
 
 def _worth_a_section(summaries: Sequence[Summary]) -> tuple[list[Summary], list[str]]:
@@ -111,15 +111,15 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary], apart: str) 
     smoke = " This is a smoke test: its numbers mean nothing." if scale.smoke else ""
     tuned = "" if scale.tuned else " The rates of this scale have not been tuned (diloco lab tune regime)."
     return [
-        Text(
+        Paragraph(
             f"Here: {scale.described()}.{smoke}{tuned} Text: {texts}. Machine: {'; '.join(machines)}. "
             f"Code: {', '.join(codes)}. Dates: {', '.join(dates)}."
         ),
         Heading(2, "The regime, and how the scale differs from the paper's"),
-        Text(PAPER + " Perplexities of different texts and vocabularies cannot be compared: compare changes."),
-        Text(apart),
+        Paragraph(PAPER + " Perplexities of different texts and vocabularies cannot be compared: compare changes."),
+        Paragraph(apart),
         Heading(2, "Verdicts"),
-        Text(
+        Paragraph(
             "; ".join(f"{count} {verdict}" for verdict, count in counts)
             + f". A verdict needs {FEWEST_SEEDS} seeds: it "
             "compares the 95 % interval over the seeds of the difference between arms with the same beginning and "
@@ -153,7 +153,7 @@ def _without_runs(summaries: Sequence[Summary]) -> list[Block]:
         summary.experiment.name: sum(not judgement.values for judgement in summary.judgements) for summary in summaries
     }
     named = ", ".join(f"{name} ({count})" for name, count in counts.items() if count)
-    return [Text(f"Claims without a run of all their arms: {named}.")] if named else []
+    return [Paragraph(f"Claims without a run of all their arms: {named}.")] if named else []
 
 
 def _tuning(results: ResultFolder) -> list[Block]:
@@ -172,7 +172,7 @@ def _tuning(results: ResultFolder) -> list[Block]:
         return []
     return [
         Heading(2, "Tuning"),
-        Text(f"Validation loss on seed {TUNING_SEED}, which judges nothing; the best is first, and was chosen."),
+        Paragraph(f"Validation loss on seed {TUNING_SEED}, which judges nothing; the best is first, and was chosen."),
         Grid(("search", "tried: loss", "how it ended", "perplexity of the best against data parallelism"), rows),
     ]
 
@@ -202,10 +202,10 @@ def _section(summary: Summary, scale: Scale, windows: Mapping[str, Window]) -> l
     experiment = summary.experiment
     blocks: list[Block] = [
         Heading(2, f"{experiment.name}: {experiment.title}"),
-        Text(f"{experiment.source}. {experiment.note}"),
+        Paragraph(f"{experiment.source}. {experiment.note}"),
     ]
     if summary.missing:
-        blocks.append(Text(f"Not run: {', '.join(summary.missing)}."))
+        blocks.append(Paragraph(f"Not run: {', '.join(summary.missing)}."))
     blocks.append(_table(summary, windows if experiment.text == t2.EXPERIMENT.text else {}))
     if experiment.analysis is not None:
         blocks += experiment.analysis(scale, {arm.name: arm.results for arm in summary.arms})

@@ -24,7 +24,7 @@ PRETRAINING = 1 << 20
 """The number of the worker whose batches the shared pre-training has."""
 
 
-class Text:
+class CorpusTokens:
     """All shards of a corpus as one tensor [tokens], and windows of its validation text [rows, T + 1]."""
 
     def __init__(self, corpus: Corpus, device: torch.device) -> None:

@@ -19,18 +19,18 @@ from torch import Tensor
 from diloco.atomic_files import replace_file
 from diloco.lab.arm import Arm
 from diloco.lab.code import simulation_code
-from diloco.lab.simulation.batches import PRETRAINING, Text
-from diloco.lab.simulation.replicas import Beginning, Replicas, Task, fresh, learning_rates
+from diloco.lab.simulation.batches import PRETRAINING, CorpusTokens
+from diloco.lab.simulation.replicas import Beginning, Replicas, ReplicaTask, fresh, learning_rates
 from diloco.models.native.config import ModelConfig
 from diloco.safetensors_files import file_chunks
 
-Build = Callable[[Task, Beginning], Replicas]
+Build = Callable[[ReplicaTask, Beginning], Replicas]
 _KEPT: dict[str, Beginning] = {}
 _MOST_KEPT = 4
 
 
 def beginning(
-    arm: Arm, config: ModelConfig, seed: int, text: Text, corpus_digest: str, build: Build, folder: Path | None,
+    arm: Arm, config: ModelConfig, seed: int, text: CorpusTokens, corpus_digest: str, build: Build, folder: Path | None,
     how: str, on_step: Callable[[int], None],
 ) -> Beginning:  # fmt: skip
     """Return where the replicas of this arm and seed begin; `how` says in which way `build` computes them."""
@@ -51,7 +51,9 @@ def beginning(
             seeds = (seed, PRETRAINING)
             places = text.windows(ranges, arm.pretraining_steps, size, arm.sequence_length, seeds)
             rates = learning_rates(arm.pretraining_config, 0, arm.pretraining_steps, total, text.device)
-            task = Task(config, arm.pretraining_config, text, torch.from_numpy(places)[:, None].to(text.device), rates)
+            task = ReplicaTask(
+                config, arm.pretraining_config, text, torch.from_numpy(places)[:, None].to(text.device), rates
+            )
             start = _pretrained(build(task, fresh(config, seed, text.device)), arm.pretraining_steps, on_step)
             if path is not None:
                 _save(path, start)

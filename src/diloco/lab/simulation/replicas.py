@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.engines.worker_ranks import ALONE
-from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.batches import CorpusTokens
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
 from diloco.training.compute import Precision, prepare
@@ -32,12 +32,12 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class Task:
+class ReplicaTask:
     """The work of the replicas: the same numbers for every way to compute them."""
 
     config: ModelConfig
     inner: InnerConfig
-    text: Text
+    text: CorpusTokens
     places: Tensor
     """Where the windows begin: [steps, k, B], int64, on the device."""
     rates: Tensor
@@ -90,7 +90,7 @@ class Replicas(ABC):
 class Sequential(Replicas):
     """The product's own modules and inner optimizers, one replica after another; large models compiled."""
 
-    def __init__(self, task: Task, beginning: Beginning) -> None:
+    def __init__(self, task: ReplicaTask, beginning: Beginning) -> None:
         self.task = task
         self.how = "sequential"
         self._step = 0

@@ -22,12 +22,12 @@ from diloco.data.corpus import Corpus
 from diloco.engines.worker_ranks import ALONE
 from diloco.errors import ConfigError
 from diloco.lab.arm import Arm, ArmResult, Progress
-from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.batches import CorpusTokens
 from diloco.lab.simulation.checkpoint import Interrupted, Saving, State, fitting
 from diloco.lab.simulation.clock import Clock, round_bytes
 from diloco.lab.simulation.presence import paces, working
 from diloco.lab.simulation.pretraining import beginning
-from diloco.lab.simulation.replicas import Beginning, Replicas, Sequential, Task, learning_rates
+from diloco.lab.simulation.replicas import Beginning, Replicas, ReplicaTask, Sequential, learning_rates
 from diloco.lab.simulation.stacked import Stacked
 from diloco.lab.simulation.workers import Workers
 from diloco.models.native.model import NativeModel
@@ -53,14 +53,14 @@ def simulate(
     `how`: how the replicas are computed (`build`): auto, sequential, stacked or "stacked N".
     `saving`: where and when to save the arm in progress; it goes on from what was saved there.
     """
-    run = _Run(arm, seed, corpus, torch.device(device), on_progress, how, folder, saving)
+    run = _Simulation(arm, seed, corpus, torch.device(device), on_progress, how, folder, saving)
     with _fast_matrices(run.device):
         run.begin()
         run.train()
         return run.result()
 
 
-class _Run:
+class _Simulation:
     def __init__(
         self,
         arm: Arm,
@@ -82,7 +82,7 @@ class _Run:
         self.device = device
         self.how = how
         self.config = arm.model_config(corpus.vocab_size)
-        self.text = Text(corpus, device)
+        self.text = CorpusTokens(corpus, device)
         self.validation = self.text.validation(arm.eval_windows, arm.sequence_length)
         self.clock = Clock(arm, paces(arm, seed))
         self.curve: list[tuple[int, float]] = []
@@ -117,7 +117,7 @@ class _Run:
                 self._load(saved)
                 self.saving.resumed_at = self.first_step
 
-    def _build(self, task: Task, start: Beginning) -> Replicas:
+    def _build(self, task: ReplicaTask, start: Beginning) -> Replicas:
         return build(task, start, self.how)
 
     def _pretrained(self, step: int) -> None:
@@ -125,7 +125,7 @@ class _Run:
         if self.saving is not None and self.saving.stop():
             raise Interrupted
 
-    def _task(self) -> Task:
+    def _task(self) -> ReplicaTask:
         """Each worker's windows; data-parallel, those of all workers are one batch."""
         arm = self.arm
         steps = arm.steps * arm.updates_multiplier
@@ -138,7 +138,7 @@ class _Run:
         rates = learning_rates(arm.inner_config, arm.pretraining_steps, steps, arm.total_steps, self.device)
         masked = not working(arm, self.seed).all()
         on_device = torch.from_numpy(places).to(self.device)
-        return Task(self.config, arm.inner_config, self.text, on_device, rates, masked=bool(masked))
+        return ReplicaTask(self.config, arm.inner_config, self.text, on_device, rates, masked=bool(masked))
 
     # Training
 
@@ -288,7 +288,7 @@ _STACK_BYTES = 16 * 2**30
 """The most activations of one stack on a GPU: the same on every device, so that stacks are the same too."""
 
 
-def build(task: Task, beginning: Beginning, how: str = "auto") -> Replicas:
+def build(task: ReplicaTask, beginning: Beginning, how: str = "auto") -> Replicas:
     """`how`: auto, sequential, stacked, or "stacked N" for stacks of N replicas."""
     if how == "auto":
         how = choose(task.config.num_parameters(), task.places.device)
@@ -304,7 +304,7 @@ def choose(parameters: int, device: torch.device) -> str:
     return "stacked" if parameters < _STACKED_BELOW.get(device.type, 0) else "sequential"
 
 
-def largest_stack(task: Task) -> int:
+def largest_stack(task: ReplicaTask) -> int:
     """All replicas, or as many as fit into the memory for a stack; stacks are equal in size, but for the last."""
     if task.places.device.type != "cuda":
         return task.replicas

@@ -4,33 +4,101 @@ A step of k small models is then as few kernels as a step of one, each k times a
 the windows' places to the inner optimizer, is one CUDA graph without a question to the host. DiLoCo sees k ordinary
 models, whose parameters are views of the rows.
 
-A row has the embedding (and output matrix), then the matrices of the blocks, then the norms. q, k and v lie side by
-side and are one matrix product. Weights are fp32; on a GPU matrices and activations are
-bf16, as in the product (models/native/transformer.py), and so is the loss (models/native/head.py).
+    Layout          where each parameter lies in its row
+    Network         the forward pass of all replicas up to the hidden states
+    stacked_losses  their cross entropies, without keeping the logits
+    StackedInner    AdamW and Muon on all rows, with a step count for each replica
+    Stack, Stacked  the step of one stack, and the stacks of an arm as `Replicas`
 
-Letters: k replicas, B sequences, T tokens, D width, V vocabulary.
+Weights are fp32; on a GPU matrices and activations are bf16, as in the product (models/native/transformer.py), and so
+is the loss (models/native/head.py). The results are the product's up to rounding. Why torch.func over the product's
+model does not do it: ADR 34.
+
+Letters: k replicas, B sequences, T tokens, R = B · T rows, D width, V vocabulary.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diloco.lab.layout import Layout
-from diloco.lab.simulation.inner import StackedInner
-from diloco.lab.simulation.replicas import Beginning, Replicas, Task
-from diloco.lab.simulation.stacked_head import stacked_losses
+from diloco.core.gpu import has_triton
+from diloco.lab.simulation.replicas import Beginning, Replicas, ReplicaTask
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.model import NativeModel
 from diloco.models.native.transformer import rotary_tables, rotate
-from diloco.training.inner import inner_optimizer
+from diloco.training.config.run import InnerConfig
+from diloco.training.inner import MUON_MOMENTUM, inner_optimizer
 
+ROWS_AT_ONCE = 16384
+"""Rows of logits that are computed at a time, as in models/native/head.py."""
 _WARM_UP = 3
+_ALIGNED = 64  # elements: rows begin at whole cache lines
+_EPSILON = 1e-8  # AdamW's
+_MUON = (3.4445, -4.7750, 2.0315)  # the coefficients and the number of torch.optim.Muon's iterations
+_MUON_STEPS = 5
+_MUON_EPSILON = 1e-7
+_CLIP_EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
+
+
+# The parameters in a row
+
+
+class Layout:
+    """The place of each parameter in a row."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        with torch.device("meta"):
+            shapes = {name: p.shape for name, p in NativeModel(config).named_parameters()}
+        outside = [name for name in shapes if len(shapes[name]) == 2 and ".layers." not in name]
+        matrices = [name for name in shapes if len(shapes[name]) == 2 and ".layers." in name]
+        vectors = [name for name in shapes if len(shapes[name]) == 1]
+        self.places: dict[str, tuple[int, torch.Size]] = {}
+        ends = [0]
+        for part in (outside, matrices, vectors):
+            end = ends[-1]
+            for name in part:
+                self.places[name] = (end, shapes[name])
+                end += shapes[name].numel()
+            ends.append(-(-end // _ALIGNED) * _ALIGNED)
+        self.outside, self.matrices, self.vectors = pairwise(ends)
+        self.numel = ends[-1]
+        self.hidden_matrices = matrices
+        self.products = self._products(config)
+
+    def _products(self, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        """The matrices of the blocks as they are multiplied, in order: [outputs, inputs] by label."""
+        products: dict[str, tuple[int, int]] = {}
+        for layer in range(config.num_layers):
+            base = f"model.layers.{layer}."
+            place = self.places
+            names = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+            in_order = [place[f"{base}{name}_proj.weight"] for name in names]
+            assert all(a[0] + a[1].numel() == b[0] for a, b in pairwise(in_order))
+            shapes = [(shape[0], shape[1]) for _, shape in in_order]
+            products[f"{layer}.qkv"] = (sum(rows for rows, _ in shapes[:3]), config.hidden_size)
+            products |= {
+                f"{layer}.{name}": shape for name, shape in zip(("out", "gate", "up", "down"), shapes[3:], strict=True)
+            }
+        return products
+
+    def views(self, row: Tensor) -> dict[str, Tensor]:
+        """The parameters in one row."""
+        return {name: row[at : at + shape.numel()].view(shape) for name, (at, shape) in self.places.items()}
+
+    def fill(self, row: Tensor, values: Mapping[str, Tensor]) -> None:
+        for name, view in self.views(row).items():
+            if name in values:
+                view.copy_(values[name])
+
+
+# The forward pass
 
 
 class Network:
@@ -124,10 +192,219 @@ def _hidden_function(config: ModelConfig, device: torch.device) -> Callable[[Ten
     return compiled
 
 
+def stacked_losses(hidden: Tensor, matrix: Tensor, targets: Tensor) -> Tensor:
+    """hidden [k, R, D], matrix [k, V, D], targets [k, R]: the mean cross entropy of each replica, [k] in fp32."""
+    if hidden.is_cuda and has_triton() and hidden.dtype == torch.bfloat16:
+        losses: Tensor = _FusedLosses.apply(hidden, matrix, targets)  # type: ignore[no-untyped-call]
+        return losses
+    logits = torch.bmm(hidden, matrix.transpose(1, 2)).float()
+    each = F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1), reduction="none")
+    return each.view(hidden.shape[:2]).mean(1)
+
+
+class _FusedLosses(torch.autograd.Function):
+    """The gradient is computed in the forward pass, while the logits are there; backward only scales it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, matrix: Tensor, targets: Tensor) -> Tensor:
+        from diloco.models.native.head_kernel import softmax_gradient_
+
+        k, R, _ = hidden.shape
+        targets = targets.contiguous()
+        losses = torch.empty(k, R, device=hidden.device)
+        hidden_gradient = torch.empty_like(hidden)
+        matrix_gradient = torch.empty(matrix.shape, device=hidden.device)
+        together = max(1, ROWS_AT_ONCE // R)
+        rows = min(R, ROWS_AT_ONCE)
+        for first_replica in range(0, k, together):
+            replicas = slice(first_replica, first_replica + together)
+            for first in range(0, R, rows):
+                some = slice(first, first + rows)
+                wanted = targets[replicas, some].reshape(-1)
+                loss = losses[replicas, some]
+                logits = torch.bmm(hidden[replicas, some], matrix[replicas].transpose(1, 2))  # (replicas, rows, V)
+                flat_loss = torch.empty(wanted.numel(), device=hidden.device)
+                softmax_gradient_(logits.flatten(0, 1), wanted, flat_loss, 1.0 / R)
+                loss.copy_(flat_loss.view(loss.shape))
+                hidden_gradient[replicas, some] = torch.bmm(logits, matrix[replicas])
+                part = torch.bmm(logits.transpose(1, 2), hidden[replicas, some])
+                matrix_gradient[replicas] = part if first == 0 else matrix_gradient[replicas] + part
+        ctx.save_for_backward(hidden_gradient, matrix_gradient)
+        return losses.mean(1)
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden_gradient, matrix_gradient = ctx.saved_tensors
+        factor = scale[:, None, None]
+        return hidden_gradient * factor.to(hidden_gradient.dtype), matrix_gradient * factor, None
+
+
+# The inner optimizers
+
+
+class StackedInner:
+    """The inner optimizers of k replicas."""
+
+    def __init__(
+        self, config: InnerConfig, layout: Layout, flat: Tensor, beginning: Beginning, *, masked: bool
+    ) -> None:
+        """`masked`: some steps will have replicas that are not active."""
+        self.config = config
+        self._layout = layout
+        muon = config.optimizer == "muon"
+        self._adamw: list[tuple[slice, float]] = [(slice(0, layout.vectors[0]), config.weight_decay)]
+        if muon:
+            self._adamw = [(slice(*layout.outside), config.weight_decay)]
+        self._adamw.append((slice(*layout.vectors), 0.0))
+        kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer") if muon else ("exp_avg", "exp_avg_sq")
+        self._state = {kind: torch.zeros_like(flat) for kind in kinds}
+        for kind, values in self._state.items():
+            if kind in beginning.state:
+                layout.fill(values[0], beginning.state[kind])
+                values[1:] = values[0]
+        self._steps = torch.full((len(flat), 1), float(beginning.steps), device=flat.device)
+        self._active = torch.ones(len(flat), 1, dtype=torch.bool, device=flat.device)
+        self._masked = masked
+        self._shapes: dict[tuple[int, ...], list[str]] = {}
+        for name in layout.hidden_matrices if muon else ():
+            self._shapes.setdefault(tuple(layout.places[name][1]), []).append(name)
+        self._update: Callable[..., None] = adamw_
+        self._norms: Callable[[Tensor, float], Tensor] = clip_factors
+        if flat.device.type == "cuda":
+            self._update = torch.compile(adamw_, dynamic=False, fullgraph=True)
+            self._norms = torch.compile(clip_factors, dynamic=False, fullgraph=True)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that a step changes."""
+        return [*self._state.values(), self._steps]
+
+    def set_active(self, active: Sequence[bool] | None) -> None:
+        assert self._masked or active is None
+        values = [True] * len(self._active) if active is None else list(active)
+        self._active.copy_(torch.tensor(values)[:, None])
+
+    def update(self, flat: Tensor, gradient: Tensor, rate: Tensor) -> None:
+        """flat ← one step along the gradient [k, N], clipped for each replica, with the learning rate [1]."""
+        config = self.config
+        active = self._active if self._masked else None
+        if active is None:
+            self._steps.add_(1)
+        else:
+            self._steps.add_(active)
+        factor = None if config.clip_norm is None else self._norms(gradient, config.clip_norm)
+        m = self._state["exp_avg"]
+        v = self._state["exp_avg_sq"]
+        for part, decay in self._adamw:
+            self._update(
+                flat[:, part], gradient[:, part], m[:, part], v[:, part], self._steps, rate, factor, active,
+                decay, config.beta1, config.beta2,
+            )  # fmt: skip
+        for names in self._shapes.values():
+            self._muon(names, flat, gradient, rate, factor)
+
+    def _muon(self, names: list[str], flat: Tensor, gradient: Tensor, rate: Tensor, factor: Tensor | None) -> None:
+        """The matrices of one shape, of all layers and replicas, in one batch."""
+        config = self.config
+        k = len(flat)
+        momentum = MUON_MOMENTUM if config.momentum is None else config.momentum
+        theta, g, buffer = (
+            self._matrices(names, stacked) for stacked in (flat, gradient, self._state["momentum_buffer"])
+        )
+        ready = []
+        for own_gradient, memory in zip(g, buffer, strict=True):
+            clipped = own_gradient if factor is None else own_gradient * factor[:, :, None]
+            new = memory.lerp(clipped, 1 - momentum)
+            memory.copy_(self._kept(new, memory))
+            ready.append(clipped.lerp(new, momentum))
+        turned = torch.split(orthogonalise(torch.cat(ready)), k)
+        rows, columns = theta[0].shape[1:]
+        scaled = rate * (0.2 * math.sqrt(max(rows, columns)))
+        for parameter, direction in zip(theta, turned, strict=True):
+            new = parameter * (1 - rate * config.weight_decay) - scaled * direction
+            parameter.copy_(self._kept(new, parameter))
+
+    def _kept(self, new: Tensor, old: Tensor) -> Tensor:
+        return torch.where(self._active[:, :, None], new, old) if self._masked else new
+
+    def _matrices(self, names: list[str], flat: Tensor) -> list[Tensor]:
+        """Views [k, rows, columns]."""
+        matrices = []
+        for name in names:
+            at, shape = self._layout.places[name]
+            matrices.append(torch.unflatten(flat[:, at : at + shape.numel()], 1, tuple(shape)))
+        return matrices
+
+    def views(self) -> list[dict[str, dict[str, Tensor]]]:
+        """The state of each replica by parameter, as torch's optimizers have it, in this memory."""
+        states = []
+        hidden = set(self._layout.hidden_matrices) if self.config.optimizer == "muon" else set()
+        for row, steps in enumerate(self._steps):
+            by_kind = {kind: self._layout.views(values[row]) for kind, values in self._state.items()}
+            adamw = {"exp_avg", "exp_avg_sq"}
+            mine: dict[str, dict[str, Tensor]] = {}
+            for name in self._layout.places:
+                kinds = {"momentum_buffer"} if name in hidden else adamw
+                mine[name] = {kind: by_kind[kind][name] for kind in kinds}
+                if name not in hidden:
+                    mine[name]["step"] = steps[0]
+            states.append(mine)
+        return states
+
+    def saved(self) -> tuple[Mapping[str, Mapping[str, Tensor]], int]:
+        """State and steps of replica 0, as `Beginning` has them."""
+        mine: dict[str, dict[str, Tensor]] = {}
+        for name, state in self.views()[0].items():
+            for kind, view in state.items():
+                if kind != "step":
+                    mine.setdefault(kind, {})[name] = view.clone()
+        return mine, int(self._steps[0])
+
+
+def clip_factors(gradient: Tensor, largest: float) -> Tensor:
+    """Factors [k, 1] that bring the norm of each replica's gradient [k, N] to at most `largest`."""
+    norms = gradient.square().sum(1, keepdim=True).sqrt()
+    return (largest / (norms + _CLIP_EPSILON)).clamp(max=1.0)
+
+
+def adamw_(
+    theta: Tensor, gradient: Tensor, m: Tensor, v: Tensor, steps: Tensor, rate: Tensor, factor: Tensor | None,
+    active: Tensor | None, decay: float, beta1: float, beta2: float,
+) -> None:  # fmt: skip
+    """m ← β₁ m + (1 − β₁) g;  v ← β₂ v + (1 − β₂) g²;  θ ← (1 − η λ) θ − η m̂ / (√v̂ + ε). In place; steps [k, 1]."""
+    g = gradient if factor is None else gradient * factor
+    new_m = m + (g - m) * (1 - beta1)
+    new_v = v * beta2 + g * g * (1 - beta2)
+    m_scale = 1 - beta1**steps
+    v_scale = (1 - beta2**steps).sqrt()
+    moved = theta * (1 - rate * decay) - (rate / m_scale) * new_m / (new_v.sqrt() / v_scale + _EPSILON)
+    if active is not None:
+        new_m, new_v, moved = (torch.where(active, a, b) for a, b in ((new_m, m), (new_v, v), (moved, theta)))
+    m.copy_(new_m)
+    v.copy_(new_v)
+    theta.copy_(moved)
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Newton–Schulz in bf16, as torch.optim.Muon does it for one matrix: [n, rows, columns]."""
+    a, b, c = _MUON
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.bfloat16()
+    x = x.transpose(1, 2) if tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_MUON_EPSILON)
+    for _ in range(_MUON_STEPS):
+        gram = torch.bmm(x, x.transpose(1, 2))
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.transpose(1, 2) if tall else x).float()
+
+
+# The stacks
+
+
 class Stack:
     """Some replicas as one tensor, and their step."""
 
-    def __init__(self, task: Task, beginning: Beginning, first: int, stop: int, losses: Tensor) -> None:
+    def __init__(self, task: ReplicaTask, beginning: Beginning, first: int, stop: int, losses: Tensor) -> None:
         device = task.places.device
         self.task = task
         self._columns = slice(first, stop)
@@ -189,7 +466,7 @@ class Stack:
 class Stacked(Replicas):
     """Stacks of `size` replicas each, one stack after another."""
 
-    def __init__(self, task: Task, beginning: Beginning, size: int | None = None) -> None:
+    def __init__(self, task: ReplicaTask, beginning: Beginning, size: int | None = None) -> None:
         k = task.replicas
         size = k if size is None else size
         self.how = f"stacked {size}"
@@ -234,7 +511,7 @@ class Stacked(Replicas):
         return Beginning(parameters, *stack.inner.saved())
 
 
-def _inner(model: nn.Module, task: Task, state: Mapping[str, dict[str, Tensor]]) -> torch.optim.Optimizer:
+def _inner(model: nn.Module, task: ReplicaTask, state: Mapping[str, dict[str, Tensor]]) -> torch.optim.Optimizer:
     """The product's inner optimizer over the stack's memory: DiLoCo may look into its state. It is never stepped."""
     inner = inner_optimizer(model, task.inner)
     for name, parameter in model.named_parameters():

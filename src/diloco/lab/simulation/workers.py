@@ -13,7 +13,7 @@ from diloco.core.outer_optimizers import outer_optimizer
 from diloco.core.schedule import Schedule
 from diloco.engines.local import LocalSwarm
 from diloco.lab.arm import Arm, RoundStatistics
-from diloco.lab.simulation.batches import Text
+from diloco.lab.simulation.batches import CorpusTokens
 from diloco.lab.simulation.checkpoint import State
 from diloco.lab.simulation.clock import Clock, round_bytes
 from diloco.lab.simulation.presence import presence, working
@@ -30,7 +30,7 @@ MISSED_ROUND_DECAY = 0.5
 class Workers:
     """All workers of one arm; `take_step` is an inner step of each, with the rounds that are due."""
 
-    def __init__(self, arm: Arm, seed: int, replicas: Replicas, text: Text, clock: Clock) -> None:
+    def __init__(self, arm: Arm, seed: int, replicas: Replicas, text: CorpusTokens, clock: Clock) -> None:
         self.arm = arm
         self.replicas = replicas
         self.clock = clock

@@ -46,14 +46,14 @@ class NativeModel(Transformer, LanguageModel):
         return repr(self.config)
 
     def reader(self, length: int) -> Reader:
-        return _Reader(self, length)
+        return _NativeReader(self, length)
 
     def save(self, folder: Path, *, tokenizer_path: Path | None = None, end_of_text: str | None = None) -> None:
         save_model(self, folder, tokenizer_path=tokenizer_path, end_of_text=end_of_text, origin=self.origin)
 
 
 @final
-class _Reader:
+class _NativeReader:
     """A context of at most `length` tokens, in a cache that is allocated once."""
 
     def __init__(self, model: Transformer, length: int) -> None:
