@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
+import search_path  # noqa: F401  `support` of the tests
 from diloco.data.corpus import Corpus
 from diloco.lab.arm import Arm
 from diloco.lab.simulation import stacked
 from diloco.lab.simulation.simulator import simulate
-from diloco.lab.simulation.synthetic import synthetic_corpus
 from measuring import write_results
+from support.synthetic_corpus import synthetic_corpus
 
 SHAPES: dict[str, tuple[tuple[int, int, int, int], int, int, int]] = {
     "tiny": ((32, 96, 2, 16), 2048, 8, 32),

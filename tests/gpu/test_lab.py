@@ -8,7 +8,7 @@ import torch
 from diloco.lab.arm import Arm, ArmResult
 from diloco.lab.simulation.checkpoint import Interrupted, Saving
 from diloco.lab.simulation.simulator import simulate
-from diloco.lab.simulation.synthetic import synthetic_corpus
+from support.synthetic_corpus import synthetic_corpus
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),

@@ -10,7 +10,6 @@ import torch
 from diloco.core.config import SyncConfig
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.data.order import merge_progress
 from diloco.errors import ConfigError
 from diloco.history.run_history import read_history
 from diloco.training.config.run import CheckpointConfig, ComputeConfig, RunConfig
@@ -29,6 +28,7 @@ from support.saved_runs import (
     tensors_of,
     train,
 )
+from support.shard_progress import merge_progress
 
 PLAIN = SyncConfig(H, "fp16")
 STREAMED = SyncConfig(H, "fp16", fragments=2, overlap_steps=4, mixing=0.5)

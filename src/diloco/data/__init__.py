@@ -7,11 +7,10 @@
     corpus.py       a prepared corpus on disk: memory-mapped token shards and their counts
     preparation/    from a source to a corpus
         corpus_cache.py     prepare(): opens the cached corpus, or builds it once; lists and deletes cached ones
-        builder.py          builds it, resumable; passages.py (train/validation split), writer.py
+        builder.py          builds it, resumable; passages.py (train/validation split)
         partitions.py       which shard a passage goes to: i.i.d., by label, by cluster
         received_corpus.py  receives a corpus from other workers and checks it
     order.py        the batches of a worker: a pure function of (seed, shards, progress, position)
-    permutation.py  a shuffle that is computed, not stored
 
 Nothing here imports torch, and this file imports nothing at all, so that `diloco --help` and the launcher start fast.
 """

@@ -15,8 +15,9 @@ from diloco.lab.experiments import EXPERIMENTS, experiment_of
 from diloco.lab.report.writing import write_report
 from diloco.lab.results import TUNING_SEED, ResultFolder, Setting, Tuned, key_of
 from diloco.lab.run_options import RunOptions
-from diloco.lab.runs import ArmTask, Conditions, Runner, Say, Texts, check_seeds, code_of, setting_of, tasks_of
+from diloco.lab.runs import ArmTask, Conditions, Runner, Say, check_seeds, code_of, setting_of, tasks_of
 from diloco.lab.scales import Scale, scale_of
+from diloco.lab.texts import Texts
 from diloco.lab.tuning import Place, best
 from diloco.own_command import command
 

@@ -28,19 +28,16 @@ from typing import Self, final
 
 import torch
 
-from diloco.data.config import DataConfig
-from diloco.data.corpus import META, Corpus
-from diloco.data.preparation.corpus_cache import prepare
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab.arm import Arm, Progress
 from diloco.lab.code import simulation_code
 from diloco.lab.experiment import Experiment, load
 from diloco.lab.results import ResultFolder, Setting, key_of
-from diloco.lab.run_options import SAVE_SECONDS, STDLIB
+from diloco.lab.run_options import SAVE_SECONDS
 from diloco.lab.scales import Scale
 from diloco.lab.simulation.checkpoint import Interrupted, Saving
-from diloco.lab.simulation.domains import DOMAINS, library_domains
 from diloco.lab.simulation.simulator import simulate
+from diloco.lab.texts import Texts
 from diloco.training.processes.local_process import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
@@ -65,30 +62,6 @@ class ArmTask:
     arm: Arm
     seed: int
     text: str
-
-
-@final
-@dataclass(frozen=True)
-class Texts:
-    """The corpora of a run by role, opened when they are first needed."""
-
-    text: str
-    domains: str
-    scale: Scale
-
-    def open(self, role: str) -> Corpus:
-        return open_text(getattr(self, role), self.scale, role)
-
-
-def open_text(source: str, scale: Scale, role: str) -> Corpus:
-    """A prepared corpus's folder, or a source of `diloco train` (prepared once, in the cache)."""
-    folder = Path(source)
-    if (folder / META).is_file():
-        return Corpus.open(folder)
-    if role == "text":
-        return prepare(DataConfig(source=source, vocab_size=scale.vocab_size, max_bytes=scale.text_bytes))
-    parts = str(library_domains(scale.text_bytes)) if source == STDLIB else source
-    return prepare(DataConfig(source=parts, vocab_size=scale.vocab_size, partition="labels", shards=DOMAINS))
 
 
 def setting_of(texts: Texts, roles: Iterable[str]) -> Setting:

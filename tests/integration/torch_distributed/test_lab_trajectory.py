@@ -14,11 +14,11 @@ from diloco.lab.arm import Arm
 from diloco.lab.simulation.batches import CorpusTokens
 from diloco.lab.simulation.replicas import fresh, learning_rates
 from diloco.lab.simulation.simulator import simulate
-from diloco.lab.simulation.synthetic import synthetic_corpus
 from diloco.models.native.model import NativeModel
 from diloco.optimizer import DiLoCo
 from diloco.training.inner import inner_optimizer
 from support.processes import in_processes
+from support.synthetic_corpus import synthetic_corpus
 
 pytestmark = pytest.mark.slow
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from diloco.data.corpus import Corpus, CorpusMeta, shard_name, token_dtype
 from diloco.data.order import (
+    Permutation,
     ShardProgress,
     WorkerBatches,
     check_disjoint,
     count_windows,
-    merge_progress,
     validation_batches,
     worker_shards,
 )
-from diloco.data.permutation import Permutation
 from diloco.errors import ConfigError, DataError
+from support.shard_progress import merge_progress
 
 SEQUENCE = 4
 
@@ -275,8 +275,6 @@ def test_progress_that_cannot_be_is_refused(corpus: Corpus) -> None:
         batches_of(corpus, 1, 0, 7, 0, {0: ShardProgress(0, 11)})
     with pytest.raises(DataError, match="the progress of shard 3 is missing"):
         batches_of(corpus, 1, 0, 3, 0, {0: ShardProgress(0, 1)})
-    with pytest.raises(DataError, match=r"progress of shards \[2\] comes from two workers"):
-        merge_progress([{1: ShardProgress(), 2: ShardProgress()}, {2: ShardProgress()}])
 
 
 @given(shards=st.integers(1, 64), data=st.data())

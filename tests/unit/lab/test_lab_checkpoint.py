@@ -11,14 +11,14 @@ import pytest
 
 from diloco.data.corpus import Corpus
 from diloco.errors import ConfigError
-from diloco.lab import runs, scales
+from diloco.lab import runs, scales, texts
 from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.results import ResultFolder
-from diloco.lab.runs import ArmTask, Conditions, Runner, Texts
+from diloco.lab.runs import ArmTask, Conditions, Runner
 from diloco.lab.simulation import checkpoint
 from diloco.lab.simulation.checkpoint import Interrupted, Saving
 from diloco.lab.simulation.simulator import simulate
-from diloco.lab.simulation.synthetic import synthetic_corpus
+from support.synthetic_corpus import synthetic_corpus
 
 MODEL = {
     "hidden_size": 8, "intermediate_size": 16, "num_layers": 2, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
@@ -133,7 +133,7 @@ def test_an_arm_whose_checkpoint_cannot_be_written_goes_on(
 def test_ctrl_c_saves_the_arm_in_progress_and_the_same_run_goes_on(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "open_text", lambda *_: corpus)
+    monkeypatch.setattr(texts, "open_text", lambda *_: corpus)
     tasks = tuple(
         ArmTask(f"{lr}-0", "code", f"lr {lr}", arm(steps=7, outer={"lr": lr}), 0, "text") for lr in (0.3, 0.7)
     )
@@ -145,7 +145,7 @@ def test_ctrl_c_saves_the_arm_in_progress_and_the_same_run_goes_on(
 
     def run(folder: str) -> int:
         (tmp_path / folder / "results").mkdir(parents=True, exist_ok=True)
-        conditions = Conditions(Texts("", "", scales.SCALES["smoke"]), tmp_path / folder, "cpu", how="stacked")
+        conditions = Conditions(texts.Texts("", "", scales.SCALES["smoke"]), tmp_path / folder, "cpu", how="stacked")
         with Runner(conditions, said.append) as runner:
             return runner.run(tasks)
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_a_finished_arm_is_removed(corpus: Corpus, tmp_path: Pat
     results = ResultFolder(tmp_path)
     (tmp_path / "results").mkdir()
     results.write("a-0", "code", simulate(arm(steps=4), 0, corpus, "cpu", how="stacked"))
-    conditions = Conditions(Texts("", "", scales.SCALES["smoke"]), tmp_path, "cpu")
+    conditions = Conditions(texts.Texts("", "", scales.SCALES["smoke"]), tmp_path, "cpu")
     task = ArmTask("a-0", "code", "", arm(), 0, "text")
     left = conditions.checkpoint(task)
     left.parent.mkdir()
@@ -181,4 +181,4 @@ def test_a_checkpoint_of_a_finished_arm_is_removed(corpus: Corpus, tmp_path: Pat
 
 def test_a_bad_interval_is_refused() -> None:
     with pytest.raises(ConfigError, match="--save-seconds nan must be at least 0"):
-        Conditions(Texts("", "", scales.SCALES["smoke"]), Path("none"), "cpu", save_seconds=math.nan)
+        Conditions(texts.Texts("", "", scales.SCALES["smoke"]), Path("none"), "cpu", save_seconds=math.nan)

@@ -11,12 +11,12 @@ from diloco.data.corpus import Corpus
 from diloco.lab.arm import Arm, ArmResult
 from diloco.lab.simulation import pretraining
 from diloco.lab.simulation.batches import CorpusTokens
-from diloco.lab.simulation.presence import paces, presence
+from diloco.lab.simulation.machines import paces, presence
 from diloco.lab.simulation.replicas import ReplicaTask, Sequential, fresh, learning_rates
 from diloco.lab.simulation.simulator import choose, simulate
 from diloco.lab.simulation.stacked import Stacked
-from diloco.lab.simulation.synthetic import synthetic_corpus
 from diloco.training.config.run import InnerConfig
+from support.synthetic_corpus import synthetic_corpus
 
 MODEL = {
     "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,

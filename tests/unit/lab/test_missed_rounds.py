@@ -15,7 +15,7 @@ from diloco.lab.fits import fit_power_law, left_out_errors, lowest_of_parabola
 from diloco.lab.report.pages import Grid, Paragraph
 from diloco.lab.scales import SCALES
 from diloco.lab.simulation.simulator import simulate
-from diloco.lab.simulation.synthetic import synthetic_corpus
+from support.synthetic_corpus import synthetic_corpus
 
 MODEL = {
     "hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,

@@ -16,7 +16,8 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from diloco.atomic_files import PARTIAL, append_file, write_file
 from diloco.data.config import DataConfig
-from diloco.data.corpus import META, TOKENIZER, VALIDATION, CorpusMeta, corpus_digest, mask_bit, token_dtype
+from diloco.data.corpus import META, TOKENIZER, VALIDATION, CorpusMeta, corpus_digest, mask_bit, shard_name, token_dtype
 from diloco.data.preparation.partitions import (
     CLUSTERS_FILE,
     LABELS_FILE,
@@ -37,8 +38,7 @@ from diloco.data.preparation.partitions import (
     open_partition,
 )
 from diloco.data.preparation.passages import DIGEST_BYTES, Passage, Passages, Walk
-from diloco.data.preparation.writer import ShardWriter
-from diloco.data.sources.base import Source
+from diloco.data.sources.base import Source, Spans
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import DataError
 
@@ -148,7 +148,7 @@ class Preparation:
         tokenizer.save(path)
         return tokenizer
 
-    def _open_writer(self) -> ShardWriter:
+    def _open_writer(self) -> "ShardWriter":
         masked = self.config.learns_answers_only
         try:
             return ShardWriter(self.folder, self.config.shards, self.tokenizer, self.state.tokens, masked=masked)
@@ -294,6 +294,111 @@ class Preparation:
         return counts, digest, files
 
 
+# The files of the shards
+
+
+@final
+class ShardWriter:
+    """Encodes passages and appends them to the files of their shards, from one commit to the next.
+
+    Tokens added since the last commit are in memory; `commit` appends them to the files and flushes the disk. A
+    preparation that was killed leaves files at least as long as at its last commit; the next writer truncates them and
+    continues.
+    """
+
+    def __init__(
+        self, folder: Path, shards: int, tokenizer: Tokenizer, tokens: Mapping[str, int], *, masked: bool = False
+    ) -> None:
+        """`tokens`: the tokens of each file at the last commit. Raises ValueError if a file is shorter.
+
+        `masked`: passages say which of their characters are learnt.
+        """
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._masked = masked
+        self._dtype = token_dtype(tokenizer.vocab_size, masked=masked)
+        self.names = [VALIDATION, *(shard_name(shard) for shard in range(shards))]
+        self.tokens = {name: tokens.get(name, 0) for name in self.names}
+        self.pending_bytes = 0
+        self._pending: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
+        self._truncate()
+
+    def _truncate(self) -> None:
+        for name, tokens in self.tokens.items():
+            with (self._folder / name).open("ab") as file:
+                expected = tokens * self._dtype.itemsize
+                if file.tell() < expected:
+                    raise ValueError(f"{name} has {file.tell()} bytes, less than the {expected} that were written")
+                file.truncate(expected)
+
+    @property
+    def shard_tokens(self) -> list[int]:
+        return [self.tokens[name] for name in self.names[1:]]
+
+    @property
+    def validation_tokens(self) -> int:
+        return self.tokens[VALIDATION]
+
+    def write(self, passages: Sequence[Passage], partition: Partition) -> list[tuple[Passage, int, int]]:
+        """Encode passages for the next commit; returns (passage, shard, number of tokens) of the training passages."""
+        pieces = self._encode(passages)
+        training = [i for i, passage in enumerate(passages) if not passage.is_validation]
+        shards = partition.assign([(passages[i], len(pieces[i])) for i in training])
+        names = dict(zip(training, map(shard_name, shards), strict=True))
+        for i, piece in enumerate(pieces):
+            name = names.get(i, VALIDATION)
+            self._pending[name].append(piece)
+            self.tokens[name] += len(piece)
+            self.pending_bytes += piece.nbytes
+        return [(passages[i], shard, len(pieces[i])) for i, shard in zip(training, shards, strict=True)]
+
+    def _encode(self, passages: Sequence[Passage]) -> list[NDArray[Any]]:
+        """Return the tokens of each passage, with the end-of-text token that follows it."""
+        end = self._tokenizer.end_of_text
+        if not self._masked and not any(passage.is_chat for passage in passages):
+            encoded = self._tokenizer.encode_batch([passage.text for passage in passages])
+            return [np.array([*tokens, end], self._dtype) for tokens in encoded]
+        pieces: list[NDArray[Any]] = [np.empty(0)] * len(passages)
+        for is_chat in (False, True):
+            chosen = [index for index, passage in enumerate(passages) if passage.is_chat == is_chat]
+            encoded_chats = self._tokenizer.encode_chats([passages[i].text for i in chosen], special=is_chat)
+            for index, (tokens, spans) in zip(chosen, encoded_chats, strict=True):
+                pieces[index] = self._masked_piece(passages[index], tokens, spans)
+        return pieces
+
+    def _masked_piece(self, passage: Passage, tokens: list[int], spans: Sequence[tuple[int, int]]) -> NDArray[Any]:
+        end = self._tokenizer.end_of_text
+        learnt = _learnt(spans, passage.answers, len(passage.text))
+        if not passage.is_chat or tokens[-1:] != [end]:  # a template may write it
+            tokens = [*tokens, end]
+            learnt = [*learnt, not passage.is_chat or passage.answers is None]
+        piece = np.array(tokens, self._dtype)
+        if self._masked:
+            piece[~np.array(learnt, bool)] |= mask_bit(self._dtype)
+        return piece
+
+    def commit(self) -> None:
+        """Append the pending tokens to the files, and flush."""
+        for name, pieces in self._pending.items():
+            append_file(self._folder / name, np.concatenate(pieces).tobytes())
+        self._pending.clear()
+        self.pending_bytes = 0
+
+
+def _learnt(tokens: Sequence[tuple[int, int]], answers: Spans | None, length: int) -> list[bool]:
+    """Say which tokens have a character of an answer; `tokens`: their characters in a text of `length` characters."""
+    if answers is None:
+        return [True] * len(tokens)
+    inside = np.zeros(length + 1, np.int64)  # [i]: characters of answers before character i
+    for begin, end in answers:
+        inside[begin + 1 : end + 1] = 1
+    inside = np.cumsum(inside)
+    return [bool(inside[end] > inside[begin]) for begin, end in tokens]
+
+
+# The tokenizer
+
+
 def train_tokenizer(config: DataConfig, source: Source) -> Tokenizer:
     """Train a BPE on the training passages of a source."""
     passages = Passages(source, config)
@@ -319,6 +424,9 @@ def _tokenizer_sample(passages: Passages) -> Iterator[str]:
             yield passage.text
         if known is None and taken >= TOKENIZER_SAMPLE_BYTES:
             return  # a stream may have no end
+
+
+# Passages in groups, and their counts
 
 
 def batches(passages: Passages) -> Iterator[list[Passage]]:

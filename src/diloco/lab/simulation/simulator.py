@@ -24,8 +24,7 @@ from diloco.errors import ConfigError
 from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.simulation.batches import CorpusTokens
 from diloco.lab.simulation.checkpoint import Interrupted, Saving, State, fitting
-from diloco.lab.simulation.clock import Clock, round_bytes
-from diloco.lab.simulation.presence import paces, working
+from diloco.lab.simulation.machines import Clock, paces, round_bytes, working
 from diloco.lab.simulation.pretraining import beginning
 from diloco.lab.simulation.replicas import Beginning, Replicas, ReplicaTask, Sequential, learning_rates
 from diloco.lab.simulation.stacked import Stacked

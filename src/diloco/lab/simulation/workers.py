@@ -15,8 +15,7 @@ from diloco.engines.local import LocalSwarm
 from diloco.lab.arm import Arm, RoundStatistics
 from diloco.lab.simulation.batches import CorpusTokens
 from diloco.lab.simulation.checkpoint import State
-from diloco.lab.simulation.clock import Clock, round_bytes
-from diloco.lab.simulation.presence import presence, working
+from diloco.lab.simulation.machines import Clock, presence, round_bytes, working
 from diloco.lab.simulation.replicas import Replicas
 from diloco.methods.growing_rounds import GrowingRounds
 from diloco.optimizer import DiLoCo

@@ -1,23 +1,53 @@
-"""A text whose parts differ, from what is on every machine: the largest packages of the Python library, a file each.
+"""The texts of the laboratory's runs: one that all workers share, and one whose parts differ.
 
-For arms whose workers read different texts, where no other text is given. Asyncio, e-mail, XML and so on differ in
-words and habits, though far less than books, law and code do.
+Without a text of one's own both are on every machine: the Python library, and for arms whose workers read different
+things its largest packages, a file each. Asyncio, e-mail, XML and so on differ in words and habits, though far less
+than books, law and code do.
 """
 
 import platform
 import sysconfig
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 from diloco.atomic_files import write_file
 from diloco.data.config import DataConfig
-from diloco.data.preparation.corpus_cache import cache_root
+from diloco.data.corpus import META, Corpus
+from diloco.data.preparation.corpus_cache import cache_root, prepare
 from diloco.data.sources.local import StandardLibrary
 from diloco.errors import DataError
+from diloco.lab.run_options import STDLIB
+from diloco.lab.scales import Scale
 
 DOMAINS = 8
 SINGLE = "modules"
 """The domain of modules that are in no package."""
+
+
+@final
+@dataclass(frozen=True)
+class Texts:
+    """The corpora of a run by role, opened when they are first needed."""
+
+    text: str
+    domains: str
+    scale: Scale
+
+    def open(self, role: str) -> Corpus:
+        return open_text(getattr(self, role), self.scale, role)
+
+
+def open_text(source: str, scale: Scale, role: str) -> Corpus:
+    """A prepared corpus's folder, or a source of `diloco train` (prepared once, in the cache)."""
+    folder = Path(source)
+    if (folder / META).is_file():
+        return Corpus.open(folder)
+    if role == "text":
+        return prepare(DataConfig(source=source, vocab_size=scale.vocab_size, max_bytes=scale.text_bytes))
+    parts = str(library_domains(scale.text_bytes)) if source == STDLIB else source
+    return prepare(DataConfig(source=parts, vocab_size=scale.vocab_size, partition="labels", shards=DOMAINS))
 
 
 def library_domains(most_bytes: int | None) -> Path:
