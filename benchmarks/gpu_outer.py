@@ -22,10 +22,10 @@ import diloco
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import Fragment
-from diloco.core.one_pass import outer_gradient, outer_step
 from diloco.core.outer_optimizers import Nesterov
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
+from diloco.outer.sending import take_gradient, take_step
 from measuring import check_cuda, write_results
 
 
@@ -73,12 +73,12 @@ class Exchange:
         self._vector = EncodedVector(codec(name), fragment.layout, device, pinned=pinned)
 
     def post(self) -> None:
-        for span, delta in outer_gradient(self._fragment):
+        for span, delta in take_gradient(self._fragment):
             self._vector.encode(span.first_part, delta)
 
     def merge(self) -> None:
         device = self._fragment.device
-        outer_step(
+        take_step(
             self._fragment,
             self._fragment.outer_opt,
             lambda span: self._vector.decode(span.first_part, span.num_parts, device),
@@ -92,7 +92,7 @@ class Exchange:
 def resident(model: NativeModel, floor: float) -> dict[str, object]:
     named = dict(model.named_parameters())
     fragment = Fragment(tuple(named), tuple(named.values()), Nesterov())
-    one_pass = milliseconds(lambda: outer_step(fragment, fragment.outer_opt, None))
+    one_pass = milliseconds(lambda: take_step(fragment, fragment.outer_opt, None))
     slow = milliseconds(lambda: naive(fragment), 2)
     exchanged = {name: milliseconds(Exchange(fragment, name).both) for name in ("fp32", "fp16", "int8")}
     return {

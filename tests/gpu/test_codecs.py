@@ -5,9 +5,9 @@ import torch
 
 from diloco.codecs.base import Codec
 from diloco.codecs.encoded import EncodedVector
-from diloco.codecs.error_feedback import ErrorFeedback
 from diloco.codecs.registry import CODECS, codec
 from diloco.core.fragments import PartLayout, Span
+from diloco.methods.error_feedback import ErrorFeedback
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

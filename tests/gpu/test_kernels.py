@@ -12,9 +12,9 @@ from diloco.codecs.registry import codec
 from diloco.core import fragments
 from diloco.core.digest import Digest, digest
 from diloco.core.fragments import Fragment, PartLayout
-from diloco.core.one_pass import outer_gradient, outer_step
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer, SGDMomentum
 from diloco.models.native.head import next_token_loss
+from diloco.outer.sending import take_gradient, take_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -66,10 +66,10 @@ def test_a_step_in_one_pass_is_the_step_of_tensor_operations_bit_for_bit(
     for fragment in (fused, offloaded):
         assert fragment.kernels is not None
         taken = Digest(fragment.device)
-        outer_step(fragment, fragment.outer_opt, lambda span: delta[span.slice].clone(), mixing, taken)
+        take_step(fragment, fragment.outer_opt, lambda span: delta[span.slice].clone(), mixing, taken)
         assert taken.hexdigest() == digest(fragment.anchor.cpu())
     monkeypatch.setattr(Fragment, "kernels", None)
-    outer_step(plain, plain.outer_opt, lambda span: delta[span.slice].clone(), mixing)
+    take_step(plain, plain.outer_opt, lambda span: delta[span.slice].clone(), mixing)
     assert same(fused, plain)
     assert same(offloaded, plain)
 
@@ -87,7 +87,7 @@ def test_encoding_and_stepping_in_one_pass_give_the_bits_of_many(
     kernels = kernels_for(fused, mine)
     assert kernels is not None
     error, norm = encode_gradient(kernels, fused, mine).sqrt().tolist()
-    delta = torch.cat([piece.clone() for _, piece in outer_gradient(plain)])
+    delta = torch.cat([piece.clone() for _, piece in take_gradient(plain)])
     theirs.encode(0, delta)
     assert torch.equal(mine.data, theirs.data)
     decoded = theirs.decode(0, plain.layout.num_parts)
@@ -96,7 +96,7 @@ def test_encoding_and_stepping_in_one_pass_give_the_bits_of_many(
     taken = Digest(fused.device)
     mean_norm = float(step_with_mean(kernels, fused, mine, outer, mixing, taken).sqrt())
     assert mean_norm == pytest.approx(float(decoded.norm()), rel=1e-5)
-    outer_step(plain, plain.outer_opt, lambda span: decoded[span.slice].clone(), mixing)
+    take_step(plain, plain.outer_opt, lambda span: decoded[span.slice].clone(), mixing)
     assert same(fused, plain)
     assert taken.hexdigest() == digest(plain.anchor)
 
@@ -124,9 +124,9 @@ def test_rounds_in_one_pass_leave_the_anchor_of_rounds_in_many(monkeypatch: pyte
 @pytest.mark.parametrize("outer", OUTER, ids=lambda outer: outer.name)
 def test_alone_a_worker_takes_the_step_along_its_own_outer_gradient(outer: OuterOptimizer, offload: bool) -> None:
     alone, two_passes = make(SHAPES, outer, offload=offload), make(SHAPES, outer)
-    delta = torch.cat([piece.clone() for _, piece in outer_gradient(two_passes)])
-    outer_step(two_passes, two_passes.outer_opt, lambda span: delta[span.slice].clone())
-    outer_step(alone, alone.outer_opt, None)
+    delta = torch.cat([piece.clone() for _, piece in take_gradient(two_passes)])
+    take_step(two_passes, two_passes.outer_opt, lambda span: delta[span.slice].clone())
+    take_step(alone, alone.outer_opt, None)
     assert same(alone, two_passes)
 
 
@@ -137,8 +137,8 @@ def test_a_fragment_in_many_spans_is_one_in_a_single_span(monkeypatch: pytest.Mo
     cut, offloaded = make(SHAPES, OUTER[2]), make(SHAPES, OUTER[2], offload=True)
     assert len(list(cut.spans())) > 50
     for fragment in (whole, cut, offloaded):
-        delta = torch.cat([piece.clone() for _, piece in outer_gradient(fragment)])
-        outer_step(fragment, fragment.outer_opt, lambda span, delta=delta: delta[span.slice].clone())  # type: ignore[misc]
+        delta = torch.cat([piece.clone() for _, piece in take_gradient(fragment)])
+        take_step(fragment, fragment.outer_opt, lambda span, delta=delta: delta[span.slice].clone())  # type: ignore[misc]
     assert same(cut, whole)
     assert same(offloaded, whole)
 
@@ -148,8 +148,8 @@ def test_a_parameter_that_got_other_memory_is_found_again() -> None:
     assert fragment.kernels is not None
     tensor = fragment.tensors[0]
     tensor.data = tensor.data.clone()
-    outer_step(fragment, fragment.outer_opt, None)
-    outer_step(reference, reference.outer_opt, None)
+    take_step(fragment, fragment.outer_opt, None)
+    take_step(reference, reference.outer_opt, None)
     assert same(fragment, reference)
 
 

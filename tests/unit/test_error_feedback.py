@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.codecs.error_feedback import ErrorFeedback
 from diloco.codecs.registry import CODECS, codec
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout, Span
 from diloco.core.outer_optimizers import SGD
 from diloco.errors import ConfigError
-from diloco.methods.error_feedback import Feedback
+from diloco.methods.error_feedback import ErrorFeedback, Feedback
 from support.in_turn import InTurn
 from support.problem import anchors, flat
 

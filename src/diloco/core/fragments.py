@@ -1,21 +1,24 @@
 """Which parameter belongs to which fragment, and a fragment's flat fp32 memory.
 
-A fragment is what one round averages: the whole model by default; in Streaming DiLoCo (arXiv 2501.18512, §2) a few
-blocks, strided (block i belongs to fragment i mod P, which the paper found better than neighbours), with everything
-outside the blocks (embeddings, final norm, head) as one more. `build_fragments` refuses a layout in which some element
-is in no fragment or in two: every parameter element is averaged exactly once.
+A fragment is what one round averages: the whole model by default. In Streaming DiLoCo (arXiv 2501.18512, §2) a model's
+blocks are dealt out to `fragments` fragments, strided (block i belongs to fragment i mod P, which the paper found
+better than neighbours) or sequential (runs of neighbouring blocks); everything outside the blocks (embeddings, final
+norm, head) is one more. By hand, a fragment is a list of patterns. `build_fragments` refuses a layout in which some
+element is in no fragment or in two: every parameter element is averaged exactly once.
 
 A fragment is cut into *parts*, a function of its size alone: a part is the unit that a codec encodes and that one
 worker reduces. A *span* is a run of whole parts, small enough to stay in cache: the unit in which memory is processed.
 
 How a fragment's memory is gone through is decided here: in place, or staged from pinned CPU memory (offload.py); on a
-GPU its `kernels` take the steps of outer_step.py in one pass (one_pass.py). The bits are the same.
+GPU its `kernels` take the steps of outer_step.py in one pass over memory. The bits are the same.
 """
 
 import hashlib
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor
 
 from diloco.core import offload as offloading
+from diloco.core.config import SyncConfig
 from diloco.core.digest import Digest
 from diloco.core.gpu import has_triton
 from diloco.core.outer_optimizers import OuterOptimizer
@@ -325,6 +329,59 @@ def _flat_view(tensor: Tensor) -> Tensor:
         order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride()[dim], reverse=True)
         tensor = tensor.permute(order)
     return tensor.view(-1)
+
+
+def assign(names: Sequence[str], sync: SyncConfig) -> list[list[str]]:
+    """The names of each fragment; every name is in exactly one.
+
+    A name's block is the first number in it: `model.layers.3.mlp.up_proj.weight` is in block 3.
+    """
+    if sync.fragments_by_hand is not None:
+        return _by_hand(names, sync.fragments_by_hand)
+    if sync.fragments == 1:
+        return [list(names)]
+    numbers = {name: re.search(r"(?:^|\.)(\d+)\.", name) for name in names}
+    blocks = sorted({int(number[1]) for number in numbers.values() if number})
+    if len(blocks) < sync.fragments:
+        raise ConfigError(
+            f"fragments = {sync.fragments}, but the model has {len(blocks)} numbered blocks: "
+            f"use at most {max(1, len(blocks))} fragments"
+        )
+    groups: list[list[str]] = [[] for _ in range(sync.fragments + 1)]
+    for name, number in numbers.items():
+        if number is None:
+            index = sync.fragments
+        elif sync.fragment_order == "strided":
+            index = int(number[1]) % sync.fragments
+        else:
+            index = blocks.index(int(number[1])) * sync.fragments // len(blocks)
+        groups[index].append(name)
+    return [group for group in groups if group]
+
+
+def _by_hand(names: Sequence[str], text: str) -> list[list[str]]:
+    """`text`: fragments separated by semicolons, each a list of patterns with commas, as in `*embed*; *.0.*, *.1.*`."""
+    fragments = [[pattern.strip() for pattern in part.split(",") if pattern.strip()] for part in text.split(";")]
+    if not all(fragments):
+        raise ConfigError(f"sync.fragments_by_hand = {text!r} has a fragment without a pattern: remove its semicolon")
+    matches = {
+        name: [i for i, patterns in enumerate(fragments) if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        for name in names
+    }
+    for name, places in matches.items():
+        if len(places) != 1:
+            where = "no fragment" if not places else f"the fragments {', '.join(str(i + 1) for i in places)}"
+            raise ConfigError(
+                f"sync.fragments_by_hand = {text!r} puts parameter '{name}' into {where}: every parameter must be in "
+                "exactly one"
+            )
+    for patterns in fragments:
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(
+                    f"sync.fragments_by_hand: the pattern {pattern!r} matches no parameter; a name is {names[0]!r}"
+                )
+    return [[name for name in names if matches[name] == [index]] for index in range(len(fragments))]
 
 
 def build_fragments(

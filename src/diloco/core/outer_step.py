@@ -13,7 +13,7 @@ offset, and a merge that comes later than the post, it is Streaming DiLoCo (arXi
 
 A fragment (core/fragments.py) is some of the model's tensors with their anchor θ. Both functions go through it span by
 span, so neither needs a second copy of the model, and every operation is elementwise, so the size of a span never
-changes a bit. Nothing here waits, travels or can fail. On a GPU the same is one pass over memory (core/one_pass.py).
+changes a bit. Nothing here waits, travels or can fail. On a GPU outer/sending.py may take the same steps in kernels.
 """
 
 from collections.abc import Callable, Iterator

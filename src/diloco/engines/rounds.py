@@ -113,7 +113,7 @@ class Comparison:
     products: tuple[float, ...] = ()
     """The sums of their inner products (core/merging.py)."""
     replaced: tuple[int, ...] = ()
-    """The number of parts in which each counted as the mean of the others (core/clipping.py)."""
+    """The number of parts in which each counted as the mean of the others (core/merges.py)."""
     parts: int = 0
 
     def __add__(self, other: "Comparison") -> "Comparison":

@@ -1,8 +1,8 @@
 """Sends a fragment in a lane: an outer gradient into bytes, and the outer step with a mean that came back as bytes.
 
-Both go through a fragment span by span: one span is subtracted, encoded and forgotten before the next, and a mean is
-decoded where it is used. On a GPU either is one launch for the whole fragment, if the codec has kernels for it
-(codecs/gradient_kernels.py). The bits are the same.
+Both go through a fragment span by span, as in core/outer_step.py: one span is subtracted, encoded and forgotten before
+the next, and a mean is decoded where it is used. On a GPU either is one launch for the whole fragment, if the codec has
+kernels for it (codecs/gradient_kernels.py), and else one for each span (core/kernels.py). The bits are the same.
 """
 
 import math
@@ -16,8 +16,8 @@ from torch import Tensor
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.digest import Digest
 from diloco.core.fragments import Fragment, Span
-from diloco.core.one_pass import outer_gradient, outer_step
-from diloco.core.outer_optimizers import SGD
+from diloco.core.outer_optimizers import SGD, OuterOptimizer
+from diloco.core.outer_step import outer_gradient, outer_step
 
 if TYPE_CHECKING:
     from diloco.core.kernels import Kernels
@@ -96,7 +96,7 @@ class FragmentSending(Sending):
                 return _total([squares[1].sqrt()]), _relative([squares])
         norms = []
         squared_errors = []
-        spans = outer_gradient(fragment, theta_i) if self._gradient is None else self._gradient(turn, theta_i)
+        spans = take_gradient(fragment, theta_i) if self._gradient is None else self._gradient(turn, theta_i)
         for number, (span, delta) in enumerate(spans):
             if self._encoder is not None:
                 norms.append(self._encoder(vector, span, delta))
@@ -122,7 +122,7 @@ class FragmentSending(Sending):
         outer_opt = SGD(lr=1.0) if plain else fragment.outer_opt.at(turn)
         taken = Digest(fragment.device)
         if not mean.num_bytes:
-            outer_step(fragment, outer_opt, None, mixing, taken)
+            take_step(fragment, outer_opt, None, mixing, taken)
             return taken.hexdigest(), None
         kernels = kernels_in_one_pass(fragment, mean)
         if kernels is not None and kernels.know(outer_opt):
@@ -132,7 +132,7 @@ class FragmentSending(Sending):
             norm = step_with_mean(kernels, fragment, mean, outer_opt, mixing, taken).sqrt()
             return taken.hexdigest(), _total([norm])
         decoded = _DecodedMean(mean, fragment.device)
-        outer_step(fragment, outer_opt, decoded, mixing, taken)
+        take_step(fragment, outer_opt, decoded, mixing, taken)
         return taken.hexdigest(), decoded.norm()
 
     def next_anchor(self, mean: EncodedVector, turn: int, out: Tensor) -> tuple[str, float]:
@@ -158,6 +158,41 @@ class _DecodedMean:
 
     def norm(self) -> float:
         return _total(self._norms)
+
+
+@torch.no_grad()
+def take_gradient(fragment: Fragment, theta_i: Tensor | None = None) -> Iterator[tuple[Span, Tensor]]:
+    """`outer_gradient`, after a check of the parameters' memory; in kernels, if the fragment has them."""
+    fragment.check_memory()
+    kernels = fragment.kernels
+    if kernels is None:
+        yield from outer_gradient(fragment, theta_i)
+        return
+    for span, anchor, _ in fragment.visit():
+        delta = fragment.scratch(span)
+        kernels.outer_gradient(span.start, anchor, out=delta)
+        yield span, delta
+        del delta  # before the next one is made
+
+
+@torch.no_grad()
+def take_step(
+    fragment: Fragment,
+    outer_opt: OuterOptimizer,
+    mean_outer_gradient: Callable[[Span], Tensor] | None,
+    mixing: float = 0.0,
+    digest: Digest | None = None,
+) -> None:
+    """`outer_step`; in kernels, if the fragment has them and they know the outer optimizer."""
+    kernels = fragment.kernels
+    if kernels is None or not kernels.know(outer_opt):
+        outer_step(fragment, outer_opt, mean_outer_gradient, mixing, digest)
+        return
+    fragment.rounds += 1
+    for span, anchor, state in fragment.visit(write=True, digest=digest):
+        delta = None if mean_outer_gradient is None else mean_outer_gradient(span)
+        kernels.outer_step(span.start, outer_opt, anchor, state, delta, mixing)
+        del delta  # before the next one is made
 
 
 def kernels_in_one_pass(fragment: Fragment, vector: EncodedVector) -> "Kernels | None":

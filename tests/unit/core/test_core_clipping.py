@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from diloco.codecs.registry import codec
-from diloco.core.clipping import _replace_opposed, clipped_mean
 from diloco.core.config import Merge, SyncConfig
+from diloco.core.merges import _replace_opposed, clipped_mean
 from diloco.core.merging import Claim
 from diloco.engines.local import LocalSwarm
 from diloco.engines.reduction import decide, reduce_parts

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from diloco.core.fragments import Fragment
-from diloco.core.one_pass import outer_step
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov, OuterOptimizer, SGDMomentum
+from diloco.core.outer_step import outer_step
 from diloco.errors import ConfigError
 from diloco.methods.eager import EagerFragment
 

@@ -3,7 +3,7 @@
 import pytest
 
 from diloco.core.config import SyncConfig
-from diloco.core.fragment_names import assign
+from diloco.core.fragments import assign
 from diloco.errors import ConfigError
 
 NAMES = ["wte.weight", *[f"model.layers.{i}.{n}.weight" for i in range(6) for n in ("attn", "mlp")], "norm.weight"]

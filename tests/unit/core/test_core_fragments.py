@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from diloco.core import fragments as module
 from diloco.core.config import SyncConfig
-from diloco.core.fragment_names import assign
-from diloco.core.fragments import Fragment, PartLayout, build_fragments, layout_digest
-from diloco.core.one_pass import outer_gradient, outer_step
+from diloco.core.fragments import Fragment, PartLayout, assign, build_fragments, layout_digest
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov
+from diloco.core.outer_step import outer_gradient, outer_step
 from diloco.errors import ConfigError
 
 NAMES = ["wte.weight", *[f"model.layers.{i}.{n}.weight" for i in range(6) for n in ("attn", "mlp")], "norm.weight"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diloco.codecs.registry import codec
-from diloco.core.clipping import clipped_mean
+from diloco.core.merges import clipped_mean
 from diloco.swarm.audit import mean_check, merkle, own_contributions, projections
 from diloco.swarm.audit.mean_check import PARTS_AT_ONCE, MeanCheck
 from diloco.swarm.network.transport import CallRefused, Stream

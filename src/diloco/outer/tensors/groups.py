@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diloco.core.config import Merge, SyncConfig
-from diloco.core.fragment_names import assign
-from diloco.core.fragments import Fragment, build_fragments
+from diloco.core.fragments import Fragment, assign, build_fragments
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.schedule import RoundLengths, Schedule
 from diloco.outer.sending import Sending

@@ -5,7 +5,7 @@ contributions' numbers, but for what its codec and fp32 round. The signs are dra
 are known only after every reducer has fixed and signed its range: a wrong part has a wrong number, except by a chance
 that no reducer can choose.
 
-A clipped mean (core/clipping.py) is near the plain one, or near the one without those that count as the mean of the
+A clipped mean (core/merges.py) is near the plain one, or near the one without those that count as the mean of the
 others there. So its numbers, four for each part with signs of their own, are near those of one of these: z is their
 distance from the nearest, less what the codec may have changed, as a share of the norm of the part. A part is suspected
 if z is above t, six times the median of all parts, which fewer than half of the reducers cannot move, and at least 0.1.

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
-from diloco.core.fragment_names import assign
-from diloco.core.fragments import PartLayout
+from diloco.core.fragments import PartLayout, assign
 from diloco.core.lanes import Shape, shard_bounds
 from diloco.engines.reduction import WAVES_AHEAD, waves
 from diloco.methods.second_moments import moments_codec
