@@ -37,13 +37,11 @@ from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
 from diloco.outer.background import BackgroundReplica
-from diloco.outer.evaluation import AnchorEvaluation
 from diloco.outer.method import Method, TrainingWorker
 from diloco.outer.ranked_replica import RankedReplica
 from diloco.outer.replica import OneRankReplica, Replica
 from diloco.outer.rounds import RoundEvent, RoundInFlight, RoundTimes, has_another_anchor, settle
-from diloco.outer.saving import means_taken, restored_rounds, saved_rounds
-from diloco.outer.state import OuterState
+from diloco.outer.state import AnchorEvaluation, OuterState, means_taken, restored_rounds, saved_rounds
 from diloco.outer.tensors.groups import lay_groups
 from diloco.outer.tensors.model_tensors import ModelTensors
 from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces

@@ -1,6 +1,6 @@
 """One worker's rounds: in flight, settled, and as events.
 
-A round in flight when a worker is saved is waited for and stays unmerged: it is *settled* (saving.py).
+A round in flight when a worker is saved is waited for and stays unmerged: it is *settled* (state.py).
 """
 
 import time
