@@ -15,8 +15,8 @@ from diloco.core.merging import diverged
 from diloco.engines.asynchronous.engine import AnchorLink, FixedEngine, LocalLink
 from diloco.engines.asynchronous.server import AnchorServer
 from diloco.engines.base import PendingRound
-from diloco.engines.header import HEADER_BYTES, Header, check_same_layout, check_same_round, header_of
-from diloco.engines.reduction import Decision, decide, reduce_parts, run_ends, traffic
+from diloco.engines.header import Header, check_same_layout, check_same_round, header_of
+from diloco.engines.reduction import Decision, decide, reduce_parts, result_of, run_ends
 from diloco.engines.rounds import Comparison, Contribution, GlobalState, Member, RoundKey, RoundPhases, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
 
@@ -265,22 +265,14 @@ class _LocalPending(PendingRound):
             self.engine.missed(self.key, decision)
         if not decision.contributors and decision.refused:
             raise self._failure(f"every contribution was refused: {decision.refused}", resync=decision.resync)
-        vector = self.round.contributions[worker].vector
-        sent, received = traffic(vector, workers, worker) if decision.total_weight > 0 else (0, 0)
-        overhead = HEADER_BYTES * (workers - 1)
-        return RoundResult(
-            mean=mean,
-            contributors=decision.contributors,
-            refused=decision.refused,
-            clipped=decision.clipped,
-            merge=decision.merge,
-            plain=decision.plain,
-            total_weight=decision.total_weight,
-            bytes_sent=sent + overhead,
-            bytes_received=received + overhead,
-            seconds=time.monotonic() - self.round.started,
-            members=members,
+        return result_of(
+            decision,
+            self.round.contributions[worker].vector,
+            mean,
+            members,
+            worker,
             resync=has_diverged,
+            seconds=time.monotonic() - self.round.started,
             comparison=self.round.comparison,
             phases=phases,
         )

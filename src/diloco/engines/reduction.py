@@ -36,7 +36,8 @@ from diloco.core.merging import (
     short_norms,
     weighted_mean,
 )
-from diloco.engines.rounds import Comparison, Member
+from diloco.engines.header import HEADER_BYTES
+from diloco.engines.rounds import Comparison, Member, RoundPhases, RoundResult
 
 _WAVES_WANTED = 16  # few, as each one's messages cost time of their own, but so many that one is small beside the model
 _MIN_WAVE_BYTES_PER_WORKER = 1 << 19
@@ -299,6 +300,39 @@ def traffic(vector: EncodedVector, workers: int, worker: int) -> tuple[int, int]
     others, copies = vector.shape[0] - own, own * (workers - 1)  # parts that others reduce; this worker's, for others
     contribution, mean = vector.shape[1], vector.mean.shape[1]
     return others * contribution + copies * mean, copies * contribution + others * mean
+
+
+def result_of(
+    decision: Decision,
+    contribution: EncodedVector,
+    mean: EncodedVector,
+    members: tuple[Member, ...],
+    worker: int,
+    *,
+    resync: bool,
+    seconds: float,
+    comparison: Comparison,
+    phases: RoundPhases,
+) -> RoundResult:
+    """The result of a round for a worker of a fixed set, all of whose `members` have exchanged headers and parts."""
+    sent, received = traffic(contribution, len(members), worker) if decision.total_weight > 0 else (0, 0)
+    headers = HEADER_BYTES * (len(members) - 1)
+    return RoundResult(
+        mean=mean,
+        contributors=decision.contributors,
+        refused=decision.refused,
+        clipped=decision.clipped,
+        merge=decision.merge,
+        plain=decision.plain,
+        total_weight=decision.total_weight,
+        bytes_sent=sent + headers,
+        bytes_received=received + headers,
+        seconds=seconds,
+        members=members,
+        resync=resync,
+        comparison=comparison,
+        phases=phases,
+    )
 
 
 # Threads

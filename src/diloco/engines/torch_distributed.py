@@ -40,7 +40,7 @@ from diloco.engines.asynchronous.engine import AnchorLink, FixedEngine
 from diloco.engines.asynchronous.sockets import SocketLink
 from diloco.engines.base import PendingRound
 from diloco.engines.behind_training import stay_behind_training, threads_behind_training
-from diloco.engines.header import HEADER_BYTES, check_same_layout, check_same_round, pack, unpack
+from diloco.engines.header import check_same_layout, check_same_round, pack, unpack
 from diloco.engines.process_groups import end_group, new_group
 from diloco.engines.reduction import (
     WAVES_AHEAD,
@@ -49,8 +49,8 @@ from diloco.engines.reduction import (
     compare_nothing,
     decide,
     reduce_parts,
+    result_of,
     run_ends,
-    traffic,
     waves,
 )
 from diloco.engines.rounds import (
@@ -268,28 +268,23 @@ class TorchDistributedEngine(FixedEngine):
                 stopping=run_ends(self._members),
                 resync=decision.resync,
             )
-        sent, received = 0, 0
         told = compare_nothing(len(decision.contributors))
+        phases = RoundPhases(others_seconds=heard - posted)
         if decision.total_weight > 0 and contribution.vector.num_bytes:
             with self._own_stream(contribution.vector.device, encoded):
                 told = self._exchange.average(contribution.vector, decision, deadline)
-            sent, received = traffic(contribution.vector, self.workers, self.worker)
-        overhead = HEADER_BYTES * (self.workers - 1)
-        return RoundResult(
-            mean=contribution.vector.mean,
-            contributors=decision.contributors,
-            refused=decision.refused,
-            clipped=decision.clipped,
-            merge=decision.merge,
-            plain=decision.plain,
-            total_weight=decision.total_weight,
-            bytes_sent=sent + overhead,
-            bytes_received=received + overhead,
-            seconds=time.monotonic() - started,
-            members=self._members,
+            if self.workers > 1:
+                phases = self._phases(posted, heard)
+        return result_of(
+            decision,
+            contribution.vector,
+            contribution.vector.mean,
+            self._members,
+            self.worker,
             resync=decision.resync,
+            seconds=time.monotonic() - started,
             comparison=told,
-            phases=self._phases(posted, heard) if sent else RoundPhases(others_seconds=heard - posted),
+            phases=phases,
         )
 
     def _phases(self, posted: float, heard: float) -> RoundPhases:

@@ -40,7 +40,7 @@ from diloco.outer.background import BackgroundReplica
 from diloco.outer.method import Method, TrainingWorker
 from diloco.outer.ranked_replica import RankedReplica
 from diloco.outer.replica import OneRankReplica, Replica
-from diloco.outer.rounds import RoundEvent, RoundInFlight, RoundTimes, has_another_anchor, settle
+from diloco.outer.rounds import RoundEvent, RoundInFlight, has_another_anchor, settle
 from diloco.outer.state import AnchorEvaluation, OuterState, means_taken, restored_rounds, saved_rounds
 from diloco.outer.tensors.groups import lay_groups
 from diloco.outer.tensors.model_tensors import ModelTensors
@@ -369,8 +369,6 @@ class OuterLoop(ABC):
             taken = time.monotonic() - started
         if self.on_round is not None:
             lost = None if posted.dropped else self.replica.lanes[0].codec_errors[posted.key.fragment]
-            merging = None if mean_norm is None else taken - waited
-            times = RoundTimes(posted.encode_seconds, started - posted.posted_at, waited, merging)
             self.on_round(
                 RoundEvent(
                     key=posted.key,
@@ -380,7 +378,10 @@ class OuterLoop(ABC):
                     codec_error=lost,
                     result=result,
                     failure=failure,
-                    times=times,
+                    encode_seconds=posted.encode_seconds,
+                    flight_seconds=started - posted.posted_at,
+                    waited_seconds=waited,
+                    merge_seconds=None if mean_norm is None else taken - waited,
                     dropped=posted.dropped,
                 )
             )

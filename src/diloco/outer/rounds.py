@@ -5,12 +5,12 @@ A round in flight when a worker is saved is waited for and stays unmerged: it is
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 from diloco.core.merging import cosines, diverged
-from diloco.engines.rounds import RoundKey, RoundResult
+from diloco.engines.rounds import RoundKey, RoundPhases, RoundResult
 from diloco.errors import RoundFailed
 
 
@@ -77,18 +77,7 @@ def end_of(posted: RoundInFlight) -> RoundResult | RoundFailed:
     return posted.pending.ended
 
 
-@dataclass(frozen=True)
-class RoundTimes:
-    """A worker's seconds of a round by phase; None where that is not known or did not happen."""
-
-    encode_seconds: float | None
-    flight_seconds: float
-    """The time from the post until this worker waited for the mean: it trained meanwhile."""
-    waited_seconds: float
-    merge_seconds: float | None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoundEvent:
     """One round as this worker saw it: either a result, or the reason why there is none.
 
@@ -104,13 +93,24 @@ class RoundEvent:
     """‖sent − Δ‖ / ‖Δ‖ of this worker's outer gradient Δ, measured on a share of it; None if it is sent as it is."""
     result: RoundResult | None
     failure: str | None
-    times: RoundTimes
+    encode_seconds: float | None = None
+    flight_seconds: float = 0.0
+    """The time from the post until this worker waited for the mean: it trained meanwhile."""
+    waited_seconds: float = 0.0
+    merge_seconds: float | None = None
     dropped: bool = False
     """This worker's outer gradient was dropped on purpose."""
 
-    @property
-    def waited_seconds(self) -> float:
-        return self.times.waited_seconds
+    def phase_seconds(self) -> dict[str, Any]:
+        """This worker's seconds of each phase, the engine's included; None if it was not measured or did not happen."""
+        phases = RoundPhases() if self.result is None else self.result.phases
+        return {
+            "encode_seconds": self.encode_seconds,
+            "flight_seconds": self.flight_seconds,
+            "waited_seconds": self.waited_seconds,
+            "merge_seconds": self.merge_seconds,
+            **asdict(phases),
+        }
 
     @property
     def seconds(self) -> float | None:

@@ -13,7 +13,7 @@ from diloco.core.fragments import PartLayout
 from diloco.core.merging import inner_products, leave_one_out
 from diloco.engines.rounds import Comparison, RoundKey, RoundResult
 from diloco.history.events import event_fields
-from diloco.outer.rounds import RoundEvent, RoundTimes
+from diloco.outer.rounds import RoundEvent
 from diloco.training.records.agreement import Agreement
 from diloco.training.records.worker_events import round_ended
 
@@ -100,11 +100,11 @@ def test_a_direction_that_is_turned_around_is_named_within_a_few_rounds(members:
 
 
 def test_the_event_of_a_round_has_the_share_of_parts_in_which_each_contribution_was_replaced() -> None:
-    times = RoundTimes(None, 0.0, 0.0, None)
-
     def told(merge: Merge, comparison: Comparison) -> dict[str, float]:
         ended = replace(result(gradients(0, liar=True, count=4)), merge=merge, comparison=comparison)
-        event = RoundEvent(RoundKey(0, 0), 1, 1.0, 1.0, None, ended, None, times)
+        event = RoundEvent(
+            key=RoundKey(0, 0), inner_step=1, norm=1.0, mean_norm=1.0, codec_error=None, result=ended, failure=None
+        )
         return event_fields(round_ended(event, Agreement()))["replaced"]  # type: ignore[no-any-return]
 
     comparison = Comparison((1.0,) * 10, (0, 0, 3, 1), 4)

@@ -9,7 +9,7 @@ import torch
 
 from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection
-from diloco.engines.rounds import Member, Report, RoundPhases, RoundResult
+from diloco.engines.rounds import Member, Report, RoundResult
 from diloco.history.events import ROUND_STATISTICS, MemberReport, RoundEndedEvent, RoundMember
 from diloco.history.rounds import TOLD
 from diloco.models.base import LanguageModel
@@ -67,7 +67,7 @@ def round_ended(event: RoundEvent, agreement: Agreement) -> RoundEndedEvent:
         agreement={str(worker): cosine for worker, cosine in with_others.items()},
         disagreeing=agreement.named,
         **{name: getattr(event, name) for name in ROUND_STATISTICS},
-        **asdict(event.times),
+        **event.phase_seconds(),
         **({} if event.result is None else _result_fields(event.result)),
     )
 
@@ -84,14 +84,12 @@ def _result_fields(result: RoundResult) -> dict[str, Any]:
         "roster": result.roster,
         "signatures": result.signatures,
         "mean_digest": result.mean_digest or None,
-        **asdict(result.phases),
     }
 
 
 def told_round(event: RoundEvent) -> tuple[float, ...]:
     """Return what a worker tells the others of a round that has ended for it: `Report.last_round_seconds`."""
-    phases = RoundPhases() if event.result is None else event.result.phases
-    seconds = asdict(event.times) | asdict(phases)
+    seconds = event.phase_seconds()
     known = (seconds[f"{name}_seconds"] for name in TOLD)
     return (float(event.key.sequence), *(math.nan if value is None else round(value, 4) for value in known))
 
