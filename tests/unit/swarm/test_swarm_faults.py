@@ -28,7 +28,7 @@ def test_a_laptop_that_slept_until_it_was_forgotten_says_hello_catches_up_and_go
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader, or another worker."""
-    monkeypatch.setattr("diloco.swarm.node.heartbeats._MAX_SILENT", 0)
+    monkeypatch.setattr("diloco.swarm.protocol.heartbeats._MAX_SILENT", 0)
 
     async def story(swarm: MemorySwarm) -> tuple[list[list[bytes]], tuple[int, ...]]:
         workers = await founded(swarm, 3)

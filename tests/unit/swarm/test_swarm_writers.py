@@ -1,4 +1,4 @@
-"""Each fact of a worker and of a round has one writer: a class in protocol/, whose methods name what has happened."""
+"""Each fact of a worker, a peer and a round has one writer: a class in protocol/, whose methods tell what happened."""
 
 import ast
 from pathlib import Path
@@ -23,7 +23,23 @@ ROUND = {
     "result",
 }
 """Written by RoundState, and of a led round by LedRoundState."""
+PEER = {
+    "heard_at",
+    "asked_at",
+    "live",
+    "left",
+    "lost_at",
+    "rejects",
+    "rival",
+    "knows",
+    "told",
+    "credential",
+    "latency_seconds",
+}
+"""Written by Peer."""
 LIARS = ROOT / "simulator" / "lies.py"
+STORIES = ROOT / "simulator" / "stories.py"
+"""A machine that sleeps, whose clock stands still."""
 
 
 def _written_to_others(path: Path) -> list[tuple[str, int]]:
@@ -46,12 +62,15 @@ def _is_self(value: ast.expr) -> bool:
     return isinstance(value, ast.Name) and value.id == "self"
 
 
-@pytest.mark.parametrize("path", sorted({*ROOT.rglob("*.py")} - {LIARS}), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_module_writes_the_facts_of_a_worker_or_a_round_but_their_own_class(path: Path) -> None:
-    wrong = [f"line {line}: {name}" for name, line in _written_to_others(path) if name in OWN | ROUND]
+@pytest.mark.parametrize(
+    "path", sorted({*ROOT.rglob("*.py")} - {LIARS, STORIES}), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_no_module_writes_the_facts_of_a_worker_a_peer_or_a_round_but_their_own_class(path: Path) -> None:
+    wrong = [f"line {line}: {name}" for name, line in _written_to_others(path) if name in OWN | ROUND | PEER]
     assert not wrong, f"{path.name} writes these itself: {wrong}"
 
 
 def test_a_writer_elsewhere_would_be_found() -> None:
     """A liar writes what it likes."""
     assert {"ended_round"} <= {name for name, _ in _written_to_others(LIARS)}
+    assert {"heard_at", "asked_at"} <= {name for name, _ in _written_to_others(STORIES)}

@@ -44,8 +44,7 @@ def check_process(peer: Peer, process: str, beat_seconds: float) -> None:
         )
     if not peer.live:
         return
-    if peer.rival[0] != process:
-        peer.rival = (process, clock.now())
+    peer.meet_rival(process, clock.now())
     if peer.heard_at > peer.rival[1] + beat_seconds:
         raise CallRefused(
             "another process with the identity of this worker takes part in the run: stop one of them. A copy of "

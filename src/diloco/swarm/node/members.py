@@ -1,7 +1,7 @@
 """The members of the swarm, kept up to date: what peers and other members say of them, with events and wake-ups.
 
-What follows from them (which are live, which one leads) is in protocol/membership.py; heartbeats.py calls and answers
-them. No peer is a member without a credential.
+What follows from that (which are live, which one leads, where a peer is called) is in protocol/membership.py;
+heartbeats.py calls and answers them. No peer is a member without a credential.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.transport import Transport
 from diloco.swarm.node import clock
 from diloco.swarm.node.faults import Faults
-from diloco.swarm.protocol.membership import MAX_TOLD_ADDRESSES, Membership, Peer
+from diloco.swarm.protocol.membership import MAX_ADDRESSES, Membership, Peer
 from diloco.swarm.protocol.messages import RosterEntry
 from diloco.swarm.protocol.status import OwnStatus, Status
 from diloco.swarm.run_files import REVOCATIONS_FILE
@@ -22,13 +22,8 @@ from diloco.swarm.trust.permissions import MAX_PEERS, Permissions
 
 logger = logging.getLogger(__name__)
 
-MAX_ADDRESSES = 16
-MAX_TELLERS = 8
-"""Members whose word about the addresses of one is kept."""
 NEW_AT_ONCE, NEW_PER_SECOND = 1024.0, 16.0
 """New members that one member may name."""
-DIALS_AT_ONCE, DIALS_PER_SECOND = 16.0, 0.1
-"""Calls to addresses that one member has told, without an answer of the peer that it named."""
 
 
 class Members(Membership):
@@ -37,7 +32,7 @@ class Members(Membership):
         super().__init__(transport.peer, settings, status, clock.now)
         self.transport = transport
         self.permissions = permissions
-        permissions.is_known_to_most = self._is_known_to_most
+        permissions.is_known_to_most = self.is_known_to_most
         self.addresses: tuple[str, ...] = ()
         """This node's own."""
         self.excluded: str | None = None
@@ -49,7 +44,6 @@ class Members(Membership):
         self._waiters: dict[asyncio.Event, None] = {}
         """A dictionary for its order: what a node does next must not depend on addresses in memory."""
         self._new_from = PeerRateLimit(NEW_AT_ONCE, NEW_PER_SECOND, MAX_PEERS)
-        self._dials = PeerRateLimit(DIALS_AT_ONCE, DIALS_PER_SECOND, MAX_PEERS)
 
     # Changes
 
@@ -70,11 +64,6 @@ class Members(Membership):
         finally:
             del self._waiters[waiter]
 
-    def _is_known_to_most(self, name: str) -> bool | None:
-        """Whether most other live members know this one, of those that tell which they know; None if none tells."""
-        told = [name[-8:] in peer.knows for peer in self.live() if peer.name != name and peer.knows is not None]
-        return 2 * sum(told) > len(told) if told else None
-
     def drop_unknown(self) -> None:
         """Workers with an expired invitation that most members turn out not to know are no members."""
         for name in self.permissions.drop_unknown():
@@ -89,9 +78,9 @@ class Members(Membership):
         self.permissions.admit(name, credential, named=named)
         self.permissions.check(name)
         peer = self.peers.setdefault(name, Peer(name, credential, ()))
-        peer.credential = credential
+        peer.take_credential(credential)
         if not named:
-            peer.addresses = addresses[:MAX_ADDRESSES] or peer.addresses
+            peer.take_addresses(addresses[:MAX_ADDRESSES])
         return peer
 
     def add_roster(self, teller: str, entries: Iterable[RosterEntry]) -> None:
@@ -103,50 +92,23 @@ class Members(Membership):
             if entry.peer == self.me:
                 continue
             if entry.peer in self.peers:
-                self._hear_addresses(self.peers[entry.peer], teller, entry.addresses)
+                self.hear_addresses(self.peers[entry.peer], teller, entry.addresses)
                 continue
-            if not self._new_from.take(teller, clock.now()):
+            if not self._new_from.take(teller, self.now()):
                 return
             try:
                 peer = self.add(entry.peer, entry.credential, (), named=True)
             except PeerRefused as reason:
                 logger.debug("%s, a peer of another member, is refused: %s", entry.peer, reason)
             else:
-                peer.status.number = entry.number
-                self._hear_addresses(peer, teller, entry.addresses)
+                peer.take_named_number(entry.number)
+                self.hear_addresses(peer, teller, entry.addresses)
 
     def take_seats(self, teller: str, seats: Iterable[tuple[str, bytes]]) -> None:
         """Take the seats of workers that are away or banned, as another member shows by their credentials."""
         for name, credential in seats:
-            if name not in self.peers and name != self.me and self._new_from.take(teller, clock.now()):
+            if name not in self.peers and name != self.me and self._new_from.take(teller, self.now()):
                 self.permissions.take_seat_for(name, credential)
-
-    def _hear_addresses(self, peer: Peer, teller: str, addresses: tuple[str, ...]) -> None:
-        """Remember where a teller says that a peer is which is not live here. The addresses that the peer told are
-        kept."""
-        addresses = addresses[:MAX_TOLD_ADDRESSES]
-        if peer.live or peer.left or not addresses or peer.told.get(teller) == addresses:
-            return
-        peer.told[teller] = addresses
-        if len(peer.told) > MAX_TELLERS:
-            del peer.told[next(iter(peer.told))]
-        if peer.heard_at and addresses != peer.addresses[:MAX_TOLD_ADDRESSES] and self._dials.take(teller, clock.now()):
-            peer.asked_at = 0.0  # it has moved: try now
-
-    def dialled_addresses(self, peer: Peer) -> tuple[list[str], list[str]]:
-        """The addresses at which to call a peer now, its own and those that tellers gave, and these tellers. A teller
-        may have this node call some peers that do not answer, and then one every ten seconds: a member that invents
-        others, or gives the address of a third party for them, has that called no more often."""
-        now = clock.now()
-        tellers = [teller for teller in peer.told if self._dials.take(teller, now)]
-        told = [address for teller in tellers for address in peer.told[teller]]
-        return list(dict.fromkeys([*peer.addresses, *told])), tellers
-
-    def record_dialled(self, peer: Peer, tellers: Iterable[str]) -> None:
-        """The peer has answered at an address that these members told: they were right."""
-        peer.told.clear()
-        for teller in tellers:
-            self._dials.give_back(teller)
 
     def add_revocations(self, records: Iterable[bytes]) -> None:
         if [record for record in records if self.permissions.add_revocation(record)]:
@@ -181,33 +143,16 @@ class Members(Membership):
 
     # One peer
 
-    def record_heard(self, peer: Peer, status: Status) -> None:
+    def record_heard(self, peer: Peer, status: Status, *, hello: bool = False) -> None:
         """The peer has said something: it is live."""
-        peer.heard_at = clock.now()
-        number = peer.status.number
-        if status.has_state and not peer.status.has_state:
-            self.attendance.record_state(peer.name)
-        peer.status = status
-        if status.number < 0 or (0 <= number != status.number and self.is_taken(status.number, peer.name)):
-            status.number = number  # a member that has a number cannot take another one's
-        if status.number >= 0:
-            self.numbers[peer.name] = status.number
-        appeared = not peer.live and not peer.left
-        if appeared:  # what is known of its attendance stays: it belongs to the key, and not to the visit
-            peer.live = True
-            peer.rejects = False
-            peer.lost_at = 0.0
-            peer.gone = False
-        if status.number >= 0 and (appeared or number < 0):
+        if self.hear(peer, status, hello=hello):
             self.emit_about("member_joined", peer.name)
         self.changed()
 
     def record_lost(self, peer: Peer, reason: str, *, gone: bool = False) -> None:
         if not peer.live:
             return
-        peer.live = False
-        peer.lost_at = clock.now()
-        peer.gone = gone
+        peer.lose(self.now(), gone=gone)
         self.emit_about("member_lost", peer.name, reason=reason)
         self.changed()
 
@@ -215,24 +160,13 @@ class Members(Membership):
         """A peer has said goodbye."""
         peer = self.peers.get(name)
         if peer is not None and not peer.left:
-            peer.live = False
-            peer.left = True
-            peer.gone = True
-            peer.lost_at = clock.now()
+            peer.leave(self.now())
             self.emit_about("member_left", peer.name)
             self.changed()
 
     def record_rejected(self, peer: Peer, reason: str, code: str) -> None:
-        """The peer has banned this node, knows that it was revoked, or holds another process of its identity.
-
-        One peer alone cannot exclude a node. If more reject it than are live, it is excluded; of two processes with
-        one identity the later one also if as many do, so that the earlier one stays.
-        """
-        peer.rejects = True
-        peer.live = False
-        peer.lost_at = clock.now()
-        rejecting = sum(other.rejects for other in self.peers.values())
-        if rejecting + (code == "twice") > sum(other.live for other in self.peers.values()):
+        """The peer has banned this node, knows that it was revoked, or holds another process of its identity."""
+        if self.reject(peer, code):
             self.exclude_self(reason)
         self.changed()
 

@@ -8,22 +8,71 @@ Numbers are labels: a peer's key is its identity, and a worker that returns keep
 workers may have got the same one; of the two the one with the higher key asks for another, and is in no plan before it
 has one. That is no offence.
 
-The state of this file is data. node/members.py keeps it up to date from what arrives.
+The state of this file is data, and only the methods here write it. node/members.py calls them with what arrives, and
+tells the user of what has changed.
 """
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.attendance import Attendance
 from diloco.swarm.protocol.messages import RosterEntry
 from diloco.swarm.protocol.status import MAX_NUMBER, OwnStatus, Status
 from diloco.swarm.settings import Settings
+from diloco.swarm.trust.permissions import MAX_PEERS
 
+MAX_ADDRESSES = 16
+"""Addresses that a peer tells of itself."""
 MAX_TOLD_ADDRESSES = 8
 """Addresses that one member may tell of another."""
+MAX_TELLERS = 8
+"""Members whose word about the addresses of one is kept."""
+DIALS_AT_ONCE, DIALS_PER_SECOND = 16.0, 0.1
+"""Calls to addresses that one member has told, without an answer of the peer that it named."""
 _LATEST_ROUNDS = 3
+
+
+class PeerPhase(enum.Enum):
+    NAMED = "named"
+    LIVE = "live"
+    SILENT = "silent"
+    DEAD = "dead"
+    REFUSING = "refusing"
+    LEFT = "left"
+
+
+PEER_MEANING: dict[PeerPhase, str] = {
+    PeerPhase.NAMED: "another member has named it, and it has not answered here: it counts in no majority",
+    PeerPhase.LIVE: "it has answered, and is waited for in rounds",
+    PeerPhase.SILENT: "it may be cut off, and go on elsewhere: it counts in the majority that a round needs",
+    PeerPhase.DEAD: "its machine refuses connections: it does not count",
+    PeerPhase.REFUSING: "it lets this worker in no longer: banned, revoked, or replaced by another process",
+    PeerPhase.LEFT: "it has said goodbye",
+}
+
+PEER_TRANSITIONS: dict[PeerPhase, dict[PeerPhase, str]] = {
+    PeerPhase.NAMED: {PeerPhase.LIVE: "it says or answers Hello"},
+    PeerPhase.LIVE: {
+        PeerPhase.SILENT: "no beat and no byte of it for `lost_seconds`",
+        PeerPhase.DEAD: "a connection to it broke, and its machine refuses the next one",
+        PeerPhase.REFUSING: "it refuses a beat for good",
+        PeerPhase.LEFT: "Goodbye",
+    },
+    PeerPhase.SILENT: {
+        PeerPhase.LIVE: "as above, or a Beat of it",
+        PeerPhase.DEAD: "its machine refuses the connection",
+        PeerPhase.REFUSING: "as above",
+        PeerPhase.LEFT: "as above",
+    },
+    PeerPhase.DEAD: {PeerPhase.LIVE: "as above", PeerPhase.REFUSING: "as above", PeerPhase.LEFT: "as above"},
+    PeerPhase.REFUSING: {PeerPhase.LIVE: "as above", PeerPhase.LEFT: "as above"},
+    PeerPhase.LEFT: {PeerPhase.LIVE: "it says Hello again"},
+}
+"""Phase -> the phases that may follow, and what takes the peer there."""
 
 
 @dataclass
@@ -54,8 +103,116 @@ class Peer:
     knows: frozenset[str] | None = None
     """The live members as the peer last reported them, by the ends of their names."""
 
+    @property
+    def phase(self) -> PeerPhase:
+        if self.live:
+            return PeerPhase.LIVE
+        if self.left:
+            return PeerPhase.LEFT
+        if not self.heard_at:
+            return PeerPhase.NAMED
+        if self.rejects:
+            return PeerPhase.REFUSING
+        return PeerPhase.DEAD if self.gone else PeerPhase.SILENT
+
     def roster_entry(self) -> RosterEntry:
         return RosterEntry(self.name, self.credential, self.addresses[:MAX_TOLD_ADDRESSES], self.status.number)
+
+    # What it says
+
+    def take_credential(self, credential: bytes) -> None:
+        self.credential = credential
+
+    def take_addresses(self, addresses: tuple[str, ...]) -> None:
+        """The peer tells its own addresses; without any the earlier ones stay."""
+        self.addresses = addresses or self.addresses
+
+    def take_named_number(self, number: int) -> None:
+        """Another member says that the peer has this number."""
+        self.status.number = number
+
+    def take_known(self, names: Iterable[str]) -> None:
+        """The peer tells which members are live there, by the ends of their names."""
+        self.knows = frozenset(names)
+
+    def hear(self, status: Status, now: float, *, hello: bool) -> bool:
+        """The peer has said something; returns whether it is live again by that. `hello`: which ends its goodbye.
+
+        What is known of its attendance stays: it belongs to the key, and not to the visit.
+        """
+        self.heard_at = now
+        self.status = status
+        self.left = self.left and not hello
+        if self.live or self.left:
+            return False
+        self.live = True
+        self.rejects = False
+        self.lost_at = 0.0
+        self.gone = False
+        return True
+
+    def touch(self, now: float) -> None:
+        """The peer has answered a call."""
+        self.heard_at = now
+
+    def excuse(self, seconds: float) -> None:
+        """This process was frozen for so long: the peer was not silent."""
+        self.heard_at += seconds if self.heard_at else 0.0
+
+    def meet_rival(self, process: str, now: float) -> None:
+        """A second process says hello with this peer's identity."""
+        if self.rival[0] != process:
+            self.rival = (process, now)
+
+    # Calls to it
+
+    def ask(self, now: float) -> None:
+        """The peer is called now."""
+        self.asked_at = now
+
+    def measure(self, now: float) -> None:
+        """The peer answers the call."""
+        self.latency_seconds = now - self.asked_at
+
+    # How it goes away, and comes back
+
+    def lose(self, now: float, *, gone: bool) -> None:
+        self.live = False
+        self.lost_at = now
+        self.gone = gone
+
+    def stay_away(self, now: float, *, gone: bool) -> None:
+        """The peer does not answer, and was not live before."""
+        self.lost_at = self.lost_at or now
+        self.gone = self.gone or gone  # silent first, and dead now
+
+    def leave(self, now: float) -> None:
+        self.live = False
+        self.left = True
+        self.gone = True
+        self.lost_at = now
+
+    def reject(self, now: float) -> None:
+        self.rejects = True
+        self.live = False
+        self.lost_at = now
+
+    # Where it is, as others say
+
+    def hear_addresses(self, teller: str, addresses: tuple[str, ...]) -> bool:
+        """Remember where a teller says that this peer is, which is not live here; returns whether that is new. The
+        addresses that the peer told are kept."""
+        addresses = addresses[:MAX_TOLD_ADDRESSES]
+        if self.live or self.left or not addresses or self.told.get(teller) == addresses:
+            return False
+        self.told[teller] = addresses
+        if len(self.told) > MAX_TELLERS:
+            del self.told[next(iter(self.told))]
+        return self.heard_at > 0 and addresses != self.addresses[:MAX_TOLD_ADDRESSES]
+
+    def call_soon(self) -> None:
+        """The peer has moved: the next look at it calls it."""
+        self.asked_at = 0.0
 
 
 class Membership:
@@ -70,6 +227,57 @@ class Membership:
         """Peer -> worker number, of all that this node has heard with one: a worker that returns keeps its number.
         What others say of a peer is not in it, so that no invented one counts in a quorum."""
         self.attendance = Attendance()
+        self._dials = PeerRateLimit(DIALS_AT_ONCE, DIALS_PER_SECOND, MAX_PEERS)
+
+    # What peers say
+
+    def hear(self, peer: Peer, status: Status, *, hello: bool) -> bool:
+        """The peer has said something; returns whether the user is told that a member has joined."""
+        before = peer.status
+        if status.has_state and not before.has_state:
+            self.attendance.record_state(peer.name)
+        if status.number < 0 or (0 <= before.number != status.number and self.is_taken(status.number, peer.name)):
+            status.number = before.number  # a member that has a number cannot take another one's
+        appeared = peer.hear(status, self.now(), hello=hello)
+        if status.number >= 0:
+            self.numbers[peer.name] = status.number
+        return status.number >= 0 and (appeared or before.number < 0)
+
+    def reject(self, peer: Peer, code: str) -> bool:
+        """The peer lets this worker in no longer; returns whether this worker is out of the run.
+
+        One peer alone cannot exclude a worker. If more reject it than are live, it is excluded; of two processes with
+        one identity the later one also if as many do, so that the earlier one stays.
+        """
+        peer.reject(self.now())
+        rejecting = sum(other.rejects for other in self.peers.values())
+        return rejecting + (code == "twice") > sum(other.live for other in self.peers.values())
+
+    def hear_addresses(self, peer: Peer, teller: str, addresses: tuple[str, ...]) -> None:
+        if peer.hear_addresses(teller, addresses) and self._dials.take(teller, self.now()):
+            peer.call_soon()
+
+    def dialled_addresses(self, peer: Peer) -> tuple[list[str], list[str]]:
+        """The addresses at which to call a peer now, its own and those that tellers gave, and these tellers. A teller
+        may have this node call some peers that do not answer, and then one every ten seconds: a member that invents
+        others, or gives the address of a third party for them, has that called no more often."""
+        now = self.now()
+        tellers = [teller for teller in peer.told if self._dials.take(teller, now)]
+        told = [address for teller in tellers for address in peer.told[teller]]
+        return list(dict.fromkeys([*peer.addresses, *told])), tellers
+
+    def record_dialled(self, peer: Peer, tellers: Iterable[str]) -> None:
+        """The peer has answered at an address that these members told: they were right."""
+        peer.told.clear()
+        for teller in tellers:
+            self._dials.give_back(teller)
+
+    def is_known_to_most(self, name: str) -> bool | None:
+        """Whether most other live members know this one, of those that tell which they know; None if none tells."""
+        told = [name[-8:] in peer.knows for peer in self.live() if peer.name != name and peer.knows is not None]
+        return 2 * sum(told) > len(told) if told else None
+
+    # What follows
 
     def live(self) -> list[Peer]:
         """The other live members, in worker order."""

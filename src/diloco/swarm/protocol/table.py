@@ -1,40 +1,50 @@
-"""The tables of docs/protocol.md that are made from the code: the phases of a round, and the messages.
+"""The tables of docs/protocol.md that are made from the code: phases, and the messages.
 
 python -m diloco.swarm.protocol.table       writes them into docs/protocol.md
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from diloco.swarm.protocol.leading import LeadPhase
+from diloco.swarm.protocol.membership import PEER_MEANING, PEER_TRANSITIONS
 from diloco.swarm.protocol.messages import ANSWERS
 from diloco.swarm.protocol.round import MEANING, TRANSITIONS
 from diloco.swarm.protocol.wire import PeerMessage
 
 BEGIN = "<!-- made by python -m diloco.swarm.protocol.table -->"
 END = "<!-- end of what is made -->"
+Phase = TypeVar("Phase", bound=Enum)
 
 
 def tables() -> str:
-    phases = [
-        (
-            phase.value,
-            MEANING[phase],
-            "; ".join(f"**{after.value}**: {why}" for after, why in follow.items()) or "the end",
-        )
-        for phase, follow in TRANSITIONS.items()
-    ]
     requests = [(request.__name__, _meaning(request), _names(answers)) for request, answers in ANSWERS.items()]
     leading = ", ".join(f"*{phase.value}*" for phase in LeadPhase)
     return "\n\n".join(
         [
             "A worker's round (`protocol/round.py`):",
-            _table(("phase", "meaning", "what follows"), phases),
+            _phases(MEANING, TRANSITIONS),
             f"The leader's side of it, as `diloco status` shows it (`protocol/leading.py`): {leading}.",
+            "A peer, as a member sees it (`protocol/membership.py`, `protocol/heartbeats.py`):",
+            _phases(PEER_MEANING, PEER_TRANSITIONS),
             _table(("message", "meaning", "answers"), requests),
         ]
     )
+
+
+def _phases(meaning: Mapping[Phase, str], transitions: Mapping[Phase, Mapping[Phase, str]]) -> str:
+    rows = [
+        (
+            phase.value,
+            meaning[phase],
+            "; ".join(f"**{after.value}**: {why}" for after, why in follow.items()) or "the end",
+        )
+        for phase, follow in transitions.items()
+    ]
+    return _table(("phase", "meaning", "what follows"), rows)
 
 
 def insert(page: str) -> str:
