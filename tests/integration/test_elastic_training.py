@@ -10,12 +10,11 @@ import pytest
 from diloco.data.corpus import Corpus
 from diloco.errors import EngineError, Excluded, LossNotFinite
 from diloco.history.rounds import TOLD
-from diloco.history.run_history import history_of
 from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.summary import data_parallel_bytes, summarize
 from support.elastic_training import STEPS, Swarm, joins_at, make_run
-from support.event_log import read_events
+from support.event_log import history_of, read_events
 from support.saved_runs import quick_runs
 
 

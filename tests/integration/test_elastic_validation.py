@@ -12,7 +12,6 @@ from diloco.core.config import SyncConfig
 from diloco.data.corpus import Corpus
 from diloco.engines.note import Note, ValidationFigure
 from diloco.engines.rounds import Member, Report
-from diloco.history.run_history import history_of
 from diloco.outer.loop import OuterLoop
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
@@ -21,7 +20,7 @@ from diloco.training.swarm.shard_claims import ShardClaims
 from diloco.training.swarm.validation import SwarmValidation, _Measurement, _Round, add_up
 from diloco.training.validation import Evaluation
 from support.elastic_training import STEPS, Swarm, joins_at, make_run
-from support.event_log import read_events
+from support.event_log import history_of, read_events
 from support.saved_runs import quick_runs
 
 

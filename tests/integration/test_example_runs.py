@@ -8,12 +8,11 @@ import pytest
 from diloco.cli.main import app
 from diloco.data.config import DataConfig
 from diloco.data.corpus import Corpus
-from diloco.history.run_history import history_of
 from diloco.models.choice import ModelChoice
 from diloco.training.config.run import CheckpointConfig, InnerConfig, RunConfig, TrainingConfig
 from diloco.training.config.run_file import merge
 from diloco.training.records.summary import summarize
-from support.event_log import read_events
+from support.event_log import history_of, read_events
 from support.saved_runs import quick_runs, small_corpus, train
 
 FILES = sorted((Path(__file__).parents[2] / "examples" / "runs").glob("*.toml"))

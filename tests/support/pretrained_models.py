@@ -9,12 +9,12 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from diloco.history.run_history import history_of
 from diloco.models.choice import ModelChoice
 from diloco.models.registry import build_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.records.summary import Summary, summarize
+from support.event_log import history_of
 
 VOCAB = 320
 LENGTH = 64

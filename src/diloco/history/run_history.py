@@ -12,7 +12,7 @@ itself.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,12 +48,10 @@ from diloco.history.events import (
     WorkerFailedEvent,
     WorkerFinishedEvent,
     WorkerStartedEvent,
-    read_event,
 )
 from diloco.history.log import Decode, EventReader, decode_line, read_events
 from diloco.history.members import MembersHistory
 from diloco.history.notes import RunNotes
-from diloco.history.renumbering import follow_numbers
 from diloco.history.rounds import RoundsHistory
 from diloco.history.waterfall import PhaseSpan, round_spans
 from diloco.history.workers import OwnWork, WorkerHistory
@@ -506,12 +504,4 @@ def history_until(folder: Path, step: int) -> RunHistory:
     for event in read_events(folder):
         if getattr(event, "step", 0) <= step:
             history.update(event)
-    return history
-
-
-def history_of(lines: Iterable[Mapping[str, Any]], *, elastic: bool = False) -> RunHistory:
-    """The history of events as lines of a log have them, in their order."""
-    history = RunHistory(elastic=elastic)
-    for line in follow_numbers([dict(line) for line in lines]):
-        history.update(read_event(line))
     return history

@@ -13,10 +13,10 @@ import pytest
 from diloco.cli.main import run
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
-from diloco.history.run_history import history_of
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.records.summary import SUMMARY_FILE, summarize, write_summary
+from support.event_log import history_of
 
 CONFIG = RunConfig(seed=7, sync=SyncConfig(num_inner_steps=30, codec="int8"), outer=OuterConfig(momentum=0.5))
 BASELINE = RunConfig(mode="data-parallel", seed=8, sync=SyncConfig(codec="fp32"))

@@ -15,11 +15,11 @@ from diloco.cli.display.report import print_report
 from diloco.cli.display.view import RunView, duration
 from diloco.core.config import SyncConfig
 from diloco.history.log import EVENTS_FILE
-from diloco.history.run_history import LiveHistory, history_of
+from diloco.history.run_history import LiveHistory
 from diloco.training.checkpoints.manifests import Manifest, Moment, manifest_path, worker_folder
 from diloco.training.config.run import RunConfig
 from diloco.training.records.summary import Summary, summarize
-from support.event_log import Event
+from support.event_log import Event, history_of
 
 CONFIG = RunConfig(steps=40, sync=SyncConfig(num_inner_steps=10, codec="int8"))
 

@@ -14,9 +14,9 @@ from diloco.cli.display.live import Display, plain_line, render
 from diloco.cli.display.view import RunView
 from diloco.core.config import SyncConfig
 from diloco.history.log import EVENTS_FILE
-from diloco.history.run_history import LiveHistory, history_of
+from diloco.history.run_history import LiveHistory
 from diloco.training.config.run import RunConfig
-from support.event_log import Event
+from support.event_log import Event, history_of
 
 CONFIG = RunConfig(steps=40, sync=SyncConfig(num_inner_steps=10, codec="int8"))
 

@@ -12,7 +12,6 @@ from diloco.data.corpus import Corpus
 from diloco.errors import CheckpointError
 from diloco.history.events import WorkerFinishedEvent
 from diloco.history.log import EventLog
-from diloco.history.run_history import history_of
 from diloco.models.choice import ModelChoice
 from diloco.outer.tensors.tensor_pieces import pieces_of
 from diloco.training.checkpoints.resume import check_resumable
@@ -20,6 +19,7 @@ from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.run import CheckpointConfig, RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.records.summary import write_summary
+from support.event_log import history_of
 from support.saved_runs import agreed, small_config, small_corpus
 from support.train_runs import write_text
 

@@ -15,12 +15,12 @@ from diloco.cli.main import run
 from diloco.cli.runs import status as command_module
 from diloco.cli.runs.status import headlines, lines, rows, table
 from diloco.errors import EngineError, Excluded, RendezvousError
-from diloco.history.run_history import history_of
 from diloco.swarm.node import guest as guest_module
 from diloco.swarm.protocol.status import MemberStatus, RunStatus
 from diloco.swarm.trust.invitation import invite
 from diloco.swarm.trust.run_key import RunKey
 from diloco.training.records.summary import SUMMARY_FILE, summarize
+from support.event_log import history_of
 from support.recorded_runs import CONFIG, RESUMED, RUN, event, run_folder
 
 

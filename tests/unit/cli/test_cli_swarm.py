@@ -24,7 +24,7 @@ from diloco.data.preparation.received_corpus import corpus_files
 from diloco.errors import ConfigError, DataError, RunComplete
 from diloco.history.events import SwarmEvent
 from diloco.history.log import EventLog
-from diloco.history.run_history import LiveHistory, history_of
+from diloco.history.run_history import LiveHistory
 from diloco.swarm.config import SwarmConfig
 from diloco.swarm.trust.invitation import Invitation, invite
 from diloco.swarm.trust.run_key import RunKey
@@ -41,7 +41,7 @@ from diloco.training.processes.swarm_start import (
 )
 from diloco.training.records.run_description import RunDescription
 from diloco.training.records.summary import summarize
-from support.event_log import Event
+from support.event_log import Event, history_of
 from support.saved_runs import small_corpus
 
 CONFIG = RunConfig(engine="swarm", workers=1, steps=400, training=TrainingConfig(batch_size=2))

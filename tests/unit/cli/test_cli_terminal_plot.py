@@ -8,9 +8,8 @@ from rich.console import Console
 
 from diloco.cli.display.report import print_report
 from diloco.cli.display.terminal_plot import loss_plot
-from diloco.history.run_history import history_of
 from diloco.training.records.summary import read_summary
-from support.event_log import Event
+from support.event_log import Event, history_of
 from support.recorded_runs import RUN, run_folder, started, step, validation
 
 

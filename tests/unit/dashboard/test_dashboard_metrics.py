@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from diloco.dashboard.metrics import CONTENT_TYPE, METRICS, exposition
 from diloco.dashboard.snapshot import snapshot
 from diloco.history.figures import RunFigures
-from diloco.history.run_history import history_of
 from support.dashboard_runs import Event, calm_events, event, failed_round, step, write_run
 from support.dashboard_server import serving
+from support.event_log import history_of
 
 HOSTILE = 'a"b\\c\nd{e="f"} 1\n# TYPE x counter'
 

@@ -13,7 +13,6 @@ from diloco.dashboard.runs import Run, RunFolder
 from diloco.dashboard.series import mean_by_step, thin_out
 from diloco.errors import ConfigError
 from diloco.history.figures import RunFigures
-from diloco.history.run_history import history_of
 from diloco.training.config.run import RunConfig
 from diloco.training.records.summary import summarize
 from support.dashboard_runs import (
@@ -30,6 +29,7 @@ from support.dashboard_runs import (
     step,
     write_run,
 )
+from support.event_log import history_of
 
 
 def test_figures_are_those_of_the_summary(tmp_path: Path) -> None:

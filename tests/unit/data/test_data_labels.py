@@ -18,9 +18,9 @@ from diloco.data.preparation.partitions import share_out
 from diloco.data.sources.registry import open_source
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigError, DataError
-from diloco.history.run_history import history_of
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.start import check_data
+from support.event_log import history_of
 from support.saved_runs import quick_runs, small_config, train
 
 SIZES = {"law": 90, "sea": 60, "code": 30, "art": 20, "war": 10}

@@ -7,9 +7,8 @@ import pytest
 from diloco.cli.display.view import RunView
 from diloco.dashboard.snapshot import snapshot
 from diloco.history.figures import RunFigures
-from diloco.history.run_history import history_of
 from diloco.training.records.summary import summarize
-from support.event_log import Event
+from support.event_log import Event, history_of
 from support.recorded_runs import CONFIG, RESUMED, RUN, event, member, merged, step, validation
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from diloco.history.figures import RunFigures
-from diloco.history.run_history import history_of
 from support.dashboard_runs import event, started, step
+from support.event_log import history_of
 from support.golden_runs import RUNS
 
 

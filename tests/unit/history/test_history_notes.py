@@ -11,7 +11,7 @@ from diloco.dashboard.snapshot import snapshot
 from diloco.history.events import ExcludedEvent, MemberLostEvent, read_event
 from diloco.history.figures import RunFigures
 from diloco.history.notes import _SENTENCES, RunNotes, reason_of
-from diloco.history.run_history import history_of
+from support.event_log import history_of
 
 PEER = "12D3KooWMHtALwWx5z884D4WSWdRG6CqdcdrFJCRy6rstou8Rdwk"
 OTHER = "12D3KooWLkhZ83dY1LmFf5XnBgoMVSW3cXcPfqssj2o4hE8osbLE"

@@ -6,12 +6,11 @@ from diloco.cli.display.live import plain_line
 from diloco.cli.display.view import RunView
 from diloco.dashboard.snapshot import snapshot
 from diloco.history.events import read_event
-from diloco.history.run_history import history_of
 from diloco.history.workers import WorkerProgress
 from diloco.training.config.run import RunConfig
 from diloco.training.records.summary import summarize
 from support.dashboard_runs import TOKENS_PER_STEP, event, round_events, started
-from support.event_log import Event
+from support.event_log import Event, history_of
 
 COMPILING = 100.0
 STEPS_PER_SECOND = 5.0

@@ -9,13 +9,12 @@ import pytest
 
 from diloco.cli.display.view import RunView
 from diloco.errors import ConfigError
-from diloco.history.run_history import history_of
 from diloco.history.workers import OwnWork
 from diloco.run_lock import hold_as_worker, run_lock
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.launcher import rotate_log
 from diloco.training.records.summary import summarize
-from support.event_log import Event
+from support.event_log import Event, history_of
 
 
 def event(type_: str, time: float, worker: int = 0, **fields: Any) -> Event:

@@ -7,12 +7,11 @@ import pytest
 
 from diloco.core.config import SyncConfig
 from diloco.history.events import event_fields
-from diloco.history.run_history import history_of
 from diloco.history.waterfall import PhaseSpan
 from diloco.outer.rounds import RoundEvent
 from diloco.training.records.agreement import Agreement
 from diloco.training.records.worker_events import round_ended
-from support.event_log import Event
+from support.event_log import Event, history_of
 from support.in_turn import InTurn
 
 

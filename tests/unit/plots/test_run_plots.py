@@ -8,10 +8,9 @@ import pytest
 from diloco.cli.main import run
 from diloco.errors import ConfigError
 from diloco.history.log import EVENTS_FILE
-from diloco.history.run_history import history_of
 from diloco.plots.panels import Panel, Series
 from diloco.plots.runs import PANELS, PlottedRun, panels_of, read_run
-from support.event_log import Event
+from support.event_log import Event, history_of
 from support.recorded_runs import RUN, append, event, merged, run_folder, started, step, validation
 
 

@@ -13,7 +13,6 @@ from diloco.data.preparation.corpus_cache import prepare
 from diloco.engines.local import alone
 from diloco.errors import ConfigError
 from diloco.history.log import EventLog
-from diloco.history.run_history import history_of
 from diloco.models.choice import ModelChoice
 from diloco.training import loop, micro_batch_size
 from diloco.training.config.run import RunConfig, TrainingConfig
@@ -21,7 +20,7 @@ from diloco.training.loop import Training
 from diloco.training.micro_batch_size import choices, estimated, fewest_that_fit
 from diloco.training.sizes.estimate import estimate
 from diloco.training.sizes.memory import ACTIVATIONS, Placement
-from support.event_log import read_events
+from support.event_log import history_of, read_events
 
 FIXED = 100
 

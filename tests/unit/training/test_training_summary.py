@@ -10,7 +10,6 @@ import pytest
 from diloco.core.config import SyncConfig
 from diloco.errors import ConfigError
 from diloco.history.log import EVENTS_FILE
-from diloco.history.run_history import history_of
 from diloco.run_lock import run_lock
 from diloco.training.config.run import RunConfig
 from diloco.training.records.summary import (
@@ -21,7 +20,7 @@ from diloco.training.records.summary import (
     summarize,
     write_summary,
 )
-from support.event_log import Event
+from support.event_log import Event, history_of
 
 CONFIG = RunConfig(steps=20, sync=SyncConfig(num_inner_steps=10))
 PARAMETERS = 1000
