@@ -51,10 +51,6 @@ class EncodedVector:
     def data(self, data: Tensor) -> None:
         self._data = data
 
-    @property
-    def has_memory(self) -> bool:
-        return self._data is not None
-
     def give_back(self) -> None:
         """The round is over: its bytes are lost, the mean's too. Pinned memory is slow to get, and stays."""
         for vector in (self, self.mean):
