@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import diloco
-from diloco.integrations.transformers import DiLoCoCallback
+from diloco.integrations.transformers import TransformersCallback
 
 
 def texts(worker: int, count: int) -> list[dict[str, Tensor]]:
@@ -44,7 +44,7 @@ def main() -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = diloco.DiLoCo(model, inner, engine, H=20, outer=diloco.SGD(1.0))
     data = texts(engine.worker, 16 * (120 + 9 * engine.worker))  # 120 steps and 129 steps: shares differ
-    callbacks = [DiLoCoCallback(optimizer)]  # runs the last rounds at the end of training
+    callbacks = [TransformersCallback(optimizer)]  # runs the last rounds at the end of training
     trainer = Trainer(model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=callbacks)
     trainer.train()
     first = trainer.state.log_history[0]["loss"]

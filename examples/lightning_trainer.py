@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import diloco
-from diloco.integrations.lightning import DiLoCoCallback
+from diloco.integrations.lightning import LightningCallback
 
 
 def points(worker: int, count: int) -> TensorDataset:
@@ -47,7 +47,7 @@ def main() -> None:
     model = Regression(diloco.connect(island=True))  # before the Trainer reads the environment
     options: dict[str, Any] = {"devices": 1, "gradient_clip_val": 1.0, "accumulate_grad_batches": 2, "max_epochs": 1}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(callbacks=[DiLoCoCallback()], **options, **quiet)  # the callback runs the last rounds
+    trainer = pl.Trainer(callbacks=[LightningCallback()], **options, **quiet)  # the callback runs the last rounds
     trainer.fit(model, DataLoader(points(model.engine.worker, 32 * (400 + 50 * model.engine.worker)), batch_size=32))
     x, y = points(1000, 256).tensors
     place, final, digest = model.engine.worker, F.mse_loss(model.net(x), y), trainer.optimizers[0].anchor_digest()

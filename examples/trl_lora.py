@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import diloco
-from diloco.integrations.transformers import DiLoCoCallback
+from diloco.integrations.transformers import TransformersCallback
 
 NUMBERS = [str(number) for number in range(21)]
 
@@ -46,7 +46,7 @@ def main() -> None:
     inner = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     optimizer = diloco.DiLoCo(model, inner, engine, H=10, outer="sgd")
     data, test = successors(engine.worker, 16 * (60 + 9 * engine.worker)), successors(1000, 64)  # 60 and 69 steps
-    how = {"optimizers": (optimizer, None), "callbacks": [DiLoCoCallback(optimizer)]}  # it runs the last rounds
+    how = {"optimizers": (optimizer, None), "callbacks": [TransformersCallback(optimizer)]}  # it runs the last rounds
     trainer = SFTTrainer(model, args, None, data, test, tokenizer, **how)
     trainer.train()
     first, final = trainer.state.log_history[0]["loss"], trainer.evaluate()["eval_loss"]

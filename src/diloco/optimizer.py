@@ -429,7 +429,7 @@ class UnfinishedSteps:
         logger.warning(
             "worker %d ended without optimizer.finish(), %d steps after its last round: these steps are in no mean, "
             "and its parameters are not the other workers'. Call optimizer.finish() after the loop on every worker, or "
-            "give the Trainer its DiLoCoCallback",
+            "give the Trainer its callback (diloco.integrations)",
             self._worker,
             self.steps,
         )

@@ -1,7 +1,7 @@
 """DiLoCo under the Trainer of Lightning: the callback that goes with the optimizer.
 
     configure_optimizers returns diloco.DiLoCo(self, AdamW(...), engine)
-    Trainer(devices=1, callbacks=[DiLoCoCallback()])
+    Trainer(devices=1, callbacks=[LightningCallback()])
 
 The Trainer keeps its schedule, clipping, accumulation, precision and checkpoints; each worker needs a
 `default_root_dir` of its own. Workers may have different numbers of steps. Works with `lightning` and
@@ -20,7 +20,7 @@ from diloco.optimizer import DiLoCo
 _PACKAGE: Any = import_module("lightning.pytorch" if "lightning.pytorch" in sys.modules else "pytorch_lightning")
 
 
-class DiLoCoCallback(_PACKAGE.Callback):  # type: ignore[misc]
+class LightningCallback(_PACKAGE.Callback):  # type: ignore[misc]
     """Runs the last rounds at the end of training, and stops this worker when another worker stops early."""
 
     def __init__(self, *, end_together: bool = False) -> None:

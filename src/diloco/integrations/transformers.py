@@ -1,6 +1,6 @@
 """DiLoCo under the Trainer of Hugging Face transformers: the callback that goes with the optimizer.
 
-    Trainer(..., optimizers=(optimizer, None), callbacks=[DiLoCoCallback(optimizer)])
+    Trainer(..., optimizers=(optimizer, None), callbacks=[TransformersCallback(optimizer)])
 
 The Trainer keeps its schedule, clipping, accumulation, precision and checkpoints; each worker needs an `output_dir` of
 its own. Workers may have different numbers of steps. Subclasses of Trainer (TRL's SFTTrainer) work the same. Refused: a
@@ -16,7 +16,7 @@ from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
 
 
-class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
+class TransformersCallback(TrainerCallback):  # type: ignore[misc]
     """Runs the last rounds at the end of training, and stops this worker when another worker stops early."""
 
     def __init__(self, optimizer: DiLoCo, *, end_together: bool = False) -> None:

@@ -33,8 +33,8 @@ import diloco
 from diloco.core.digest import digest
 from diloco.engines.base import Engine
 from diloco.errors import ConfigError
-from diloco.integrations.lightning import DiLoCoCallback as LightningCallback
-from diloco.integrations.transformers import DiLoCoCallback as TransformersCallback
+from diloco.integrations.lightning import LightningCallback
+from diloco.integrations.transformers import TransformersCallback
 from support.threads import in_threads
 
 seeding = threading.Lock()

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import diloco
 from diloco.engines.base import Engine
-from diloco.integrations.lightning import DiLoCoCallback as LightningCallback
-from diloco.integrations.transformers import DiLoCoCallback as TransformersCallback
+from diloco.integrations.lightning import LightningCallback
+from diloco.integrations.transformers import TransformersCallback
 from support.threads import in_threads
 
 H = 4
