@@ -116,7 +116,8 @@ def _swarm() -> list[Event]:
              "latency_seconds": 0.02, "silent_seconds": 0.1, "link": "direct"}
             for worker in (0, 1)
         ]  # fmt: skip
-        events.append(event("members", at + 4.0, present=listed))
+        in_means = (20 + 17) * 512 if sequence == 0 else (20 * sequence + 20 + 37) * 512
+        events.append(event("members", at + 4.0, present=listed, run_tokens=in_means))
         if sequence == 1:
             lost = {"member": 1, "peer": "p1", "label": "far", "reason": "silent for 30 s"}
             events.append(event("member_lost", 50.0, **lost))

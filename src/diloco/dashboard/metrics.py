@@ -37,6 +37,9 @@ METRICS = {
         Metric("diloco_validation_loss", "gauge", "Latest validation loss."),
         Metric("diloco_validation_perplexity", "gauge", "Latest validation perplexity."),
         Metric("diloco_tokens_total", "counter", "Tokens that all known workers have trained on."),
+        Metric(
+            "diloco_run_tokens_total", "counter", "Tokens of all workers in a swarm's means, on every machine alike."
+        ),
         Metric("diloco_tokens_per_second", "gauge", "Present speed of all workers, while the run trains."),
         Metric("diloco_utilization_ratio", "gauge", "Share of the time that was not spent on rounds, since the start."),
         Metric("diloco_rounds_total", "counter", "Merged rounds."),
@@ -86,6 +89,7 @@ def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
         "diloco_validation_loss": validation.get("loss"),
         "diloco_validation_perplexity": validation.get("perplexity"),
         "diloco_tokens_total": state["tokens"],
+        "diloco_run_tokens_total": state["run_tokens"],
         "diloco_tokens_per_second": state["tokens_per_second"] if trains else None,
         "diloco_utilization_ratio": state["utilization"],
         "diloco_rounds_total": rounds["merged"],

@@ -143,7 +143,7 @@ class Run:
             "loss": validation.get("loss"),
             "perplexity": validation.get("perplexity"),
             "bytes": state["communication"]["bytes_sent_per_worker"],
-            "tokens": state["tokens"],
+            "tokens": state["tokens"] if state["run_tokens"] is None else state["run_tokens"],
         }
 
     def _problems(self) -> list[str]:

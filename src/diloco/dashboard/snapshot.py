@@ -19,8 +19,7 @@ def snapshot(figures: RunFigures, options: Mapping[str, Any], summary: Json | No
     until = figures.until
     live = until is None
     steps = finite(options.get("steps"))
-    # A swarm's tokens are those in its means: less than its workers have trained on, if one was killed.
-    tokens_in_run = finite(summary.get("tokens")) if live and summary else None
+    tokens_at_end = finite(summary.get("tokens")) if live and summary else None
     own_utilization = finite(summary.get("compute_utilization")) if live and summary else None
     return {
         "status": _status(figures, summary, now),
@@ -38,7 +37,8 @@ def snapshot(figures: RunFigures, options: Mapping[str, Any], summary: Json | No
         "seconds_left": figures.seconds_left(steps),
         "loss": figures.loss,
         "validation": None if figures.validation is None else vars(figures.validation),
-        "tokens": figures.tokens if tokens_in_run is None else int(tokens_in_run),
+        "tokens": figures.tokens if tokens_at_end is None or figures.elastic else int(tokens_at_end),
+        "run_tokens": int(tokens_at_end) if tokens_at_end is not None and figures.elastic else figures.run_tokens,
         "tokens_per_second": figures.tokens_per_second,
         "utilization": own_utilization or figures.utilization,
         "rounds": _rounds(figures),

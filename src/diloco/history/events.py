@@ -705,6 +705,8 @@ class MembersEvent(Event):
     """All members, every ten seconds."""
 
     present: Sequence[ListedMember] = ()
+    run_tokens: int | None = None
+    """The tokens of all workers in the run's means, as this worker counts them."""
 
 
 @_event("shards")

@@ -219,8 +219,17 @@ class RunFigures:
 
     @property
     def tokens(self) -> int:
-        """The tokens that all known workers have trained on."""
+        """The tokens that all known workers have trained on, as far as this machine has heard."""
         return sum(worker.tokens for worker in self.workers)
+
+    @property
+    def run_tokens(self) -> int | None:
+        """The tokens of all workers in a swarm's means, the same on every machine; None where they are not counted.
+
+        `tokens` has also what was trained on since the last round, and what was lost with a worker.
+        """
+        counted = self.history.run_tokens.last("tokens", self.until)
+        return None if counted is None else int(counted)
 
     @property
     def tokens_per_second(self) -> float:

@@ -151,11 +151,14 @@ class RunHistory:
         self.members = MembersHistory()
         self.present = 0
         """How many members the run has, as last told."""
+        self.run_tokens = Columns("time", "tokens")
+        """The tokens of all workers in a swarm's means, as the workers of this machine count them."""
         self.notes = RunNotes()
         self.samples: list[SampleEvent] = []
         self.checkpoint_step = 0
         self._told: deque[_Told] = deque(maxlen=_KEPT_TOLD)
         self._measured: dict[int, float] = {}
+        self._run_tokens: dict[int, int] = {}  # as each worker of this machine has last told them
         self._local: set[int] = set()
         self._missed: list[tuple[int, int, int]] = []  # worker, position at which it was new, steps it did not take
 
@@ -364,6 +367,10 @@ class RunHistory:
         worker.progress.update(event)
         worker.count(event.time)
         self._count_own_work(worker, event)
+        if event.tokens_by_worker:
+            agreed = sum(event.tokens_by_worker.values())
+            self._run_tokens.clear()
+            self._count_run_tokens(event, agreed)
 
     def _on_resumed(self, event: ResumedEvent) -> None:
         """Forget what was taken back: of this worker, of workers no longer in the run, of all in a restarted swarm."""
@@ -376,6 +383,7 @@ class RunHistory:
         ]
         for number in taken_back:
             self.workers[number].go_back(event.time, event.step)
+            self._run_tokens.pop(number, None)
         if event.workers:
             self.left_out |= {number: worker for number, worker in self.workers.items() if number >= event.workers}
             self.workers = {number: worker for number, worker in self.workers.items() if number < event.workers}
@@ -428,6 +436,13 @@ class RunHistory:
     def _on_members(self, event: MembersEvent) -> None:
         self.members.list_all(event)
         self.present = sum(listed.state not in ("left", "lost") for listed in event.present)
+        if event.run_tokens is not None:
+            self._count_run_tokens(event, event.run_tokens)
+
+    def _count_run_tokens(self, event: Event, tokens: int) -> None:
+        """Take in a worker's count; one that missed a round has a smaller one than the others."""
+        self._run_tokens[event.worker] = tokens
+        self.run_tokens.append({"time": event.time, "tokens": max(self._run_tokens.values())})
 
 
 _HANDLERS: dict[type[Event], Callable[[RunHistory, Any], None]] = {

@@ -1,15 +1,23 @@
 """The live display, the final report and the page count the same things, from the same events."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diloco.cli.display.view import RunView
+from diloco.cli.runs.status import headlines
+from diloco.dashboard.metrics import exposition
+from diloco.dashboard.runs import Run
 from diloco.dashboard.snapshot import snapshot
 from diloco.history.figures import RunFigures
+from diloco.swarm.protocol.status import MemberStatus, RunStatus
 from diloco.training.records.summary import summarize
 from support.event_log import Event, history_of
-from support.recorded_runs import CONFIG, RESUMED, RUN, event, member, merged, step, validation
+from support.recorded_runs import CONFIG, RESUMED, RUN, event, member, merged, run_folder, step, validation
+
+SWARM = replace(CONFIG, engine="swarm")
 
 
 def failed(worker: int, sequence: int, number: int) -> Event:
@@ -105,3 +113,30 @@ def test_a_member_with_fields_of_a_newer_version_is_counted() -> None:
     assert history.present == 1 and history.refused_events == 0
     [member] = RunFigures(history).members
     assert (member.number, member.values["step"]) == (3, 5)
+
+
+def test_a_running_swarm_has_one_count_of_tokens_in_status_page_metrics_and_list(tmp_path: Path) -> None:
+    """Two workers here, one of which missed the last round; more tokens are trained on than the 700 in means."""
+    events = [
+        event("swarm", 0, name="worker-0", run="r", peer="p0", addresses=[], founded=True, going_on=False),
+        *RUN,
+        event("members", 1, present=[], run_tokens=500) | {"time": 2000.0},
+        event("members", 0, present=[], run_tokens=700) | {"time": 2001.0},
+    ]
+    history = history_of(events, elastic=True)
+    page = snapshot(RunFigures(history), CONFIG.values() | {"engine": "swarm"}, None, 0.0)
+    told = [MemberStatus(number=0, run_tokens=700, live=True), MemberStatus(number=1, run_tokens=500, live=True)]
+    assert headlines(RunStatus("r", tuple(told), "", {}, {}))[2].startswith(f"{page['run_tokens']} tokens")
+    assert page["tokens"] == sum(worker.tokens for worker in RunFigures(history).workers) > 700
+    samples = exposition([{**page, "run": "mine"}]).splitlines()
+    assert 'diloco_run_tokens_total{run="mine"} 700' in samples
+    assert f'diloco_tokens_total{{run="mine"}} {page["tokens"]}' in samples
+    assert Run(run_folder(tmp_path, events, ended=False), "mine").brief()["tokens"] == 700
+    assert RunFigures(history, 2000.0).run_tokens == 500 and RunFigures(history_of(RUN)).run_tokens is None
+
+
+def test_at_the_end_of_a_swarm_the_count_is_the_one_that_all_have_agreed_on() -> None:
+    agreed = finished(0, 20, 2, 0) | {"tokens_by_worker": {"0": 400, "1": 450}}
+    events = [*RUN, event("members", 1, present=[], run_tokens=900), agreed]
+    figures = RunFigures(history_of(events, elastic=True))
+    assert figures.run_tokens == summarize(SWARM, figures.history)["tokens"] == 850

@@ -52,7 +52,7 @@ export function drawFigures(state) {
     ["training loss", plain(state.loss), state.unigram_perplexity ? `unigrams: ${plain(Math.log(state.unigram_perplexity))}` : "mean of the workers"],
     ["step", whole(state.step), state.steps ? `of ${whole(state.steps)} · ${share(done)}` : "", ""],
     [state.seconds_left && state.status === "training" ? "time left" : "time", duration(state.status === "training" && state.seconds_left ? state.seconds_left : state.seconds), state.status === "training" ? `${duration(state.seconds)} so far` : state.first_time ? date(state.first_time) : ""],
-    ["tokens/s", short(state.tokens_per_second), `${short(state.tokens)} tokens`],
+    ["tokens/s", short(state.tokens_per_second), state.run_tokens === null ? `${short(state.tokens)} tokens` : `${short(state.run_tokens)} in means`],
     ["utilisation", share(state.utilization), `${workers} worker${workers === 1 ? "" : "s"}`],
     ["rounds", whole(rounds.merged), rounds.failed || rounds.refused ? `${rounds.failed} failed, ${rounds.refused} refused` : "none failed", rounds.failed ? "bad" : ""],
     sent(state),

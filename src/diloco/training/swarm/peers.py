@@ -246,7 +246,8 @@ class SwarmPeers(Peers):
             return
         self._listed = now
         members = [member for member in self._swarm.status().members if member.number >= 0]
-        self._events.emit(MembersEvent(present=[_listed(member) for member in members[:_MOST_LISTED]]))
+        listed = [_listed(member) for member in members[:_MOST_LISTED]]
+        self._events.emit(MembersEvent(present=listed, run_tokens=self.tokens.total))
 
     # Rounds
 
