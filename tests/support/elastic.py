@@ -224,18 +224,13 @@ class _Pending(PendingRound):
         others = HEADER_BYTES * (len(round_.roster) - 1)
         return RoundResult(
             mean=self.vector.mean,
-            contributors=decision.contributors,
-            refused=decision.refused,
-            clipped=decision.clipped,
-            merge=decision.merge,
-            plain=decision.plain,
-            total_weight=decision.total_weight,
             bytes_sent=others,
             bytes_received=others,
             seconds=0.0,
             members=members,
             resync=worker in apart,
             roster=round_.roster,
+            **decision.summary_fields(),
         )
 
 

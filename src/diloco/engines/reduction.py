@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,13 @@ class Decision:
     """All the work that is in the mean."""
     plain: bool = False
     """A mean of leftovers in which a worker counts that has nothing left: the outer step is the mean itself."""
+
+    def summary_fields(self) -> dict[str, Any]:
+        """The fields that RoundSummary has too, by name; `resync` is each worker's own there."""
+        return {name: getattr(self, name) for name in _IN_SUMMARY}
+
+
+_IN_SUMMARY = ("contributors", "refused", "clipped", "merge", "plain", "total_weight")
 
 
 def decide(
@@ -319,12 +327,6 @@ def result_of(
     headers = HEADER_BYTES * (len(members) - 1)
     return RoundResult(
         mean=mean,
-        contributors=decision.contributors,
-        refused=decision.refused,
-        clipped=decision.clipped,
-        merge=decision.merge,
-        plain=decision.plain,
-        total_weight=decision.total_weight,
         bytes_sent=sent + headers,
         bytes_received=received + headers,
         seconds=seconds,
@@ -332,6 +334,7 @@ def result_of(
         resync=resync,
         comparison=comparison,
         phases=phases,
+        **decision.summary_fields(),
     )
 
 

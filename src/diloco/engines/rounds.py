@@ -1,7 +1,7 @@
 """The vocabulary of the engine contract: what goes into a round and what comes out of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
@@ -132,19 +132,28 @@ class Comparison:
         return Comparison(tuple(products), tuple(counts[:-1]), counts[-1])
 
 
-@dataclass(frozen=True)
-class RoundResult:
-    """A mean, and how it came about. `total_weight` 0: no worker had done any work, and there is no mean."""
+@dataclass(frozen=True, kw_only=True)
+class RoundSummary:
+    """All that is known of how a round ended, but for its mean and its members' reports.
 
-    mean: "EncodedVector"
-    contributors: tuple[int, ...]
-    refused: Mapping[int, str]
+    It comes from a swarm's network process as part of RoundOutcome, and is saved with a round in flight: a field that
+    is added here needs no other line on the way to `RoundResult`.
+    """
+
+    contributors: tuple[int, ...] = ()
+    refused: Mapping[int, str] = field(default_factory=dict)
     """Worker -> why its contribution is not in the mean."""
-    total_weight: float
-    bytes_sent: int
-    bytes_received: int
-    seconds: float
-    members: tuple[Member, ...]
+    clipped: Mapping[int, str] = field(default_factory=dict)
+    """Worker -> why its contribution was scaled down."""
+    merge: Merge = "mean"
+    """The way in which the mean was made: `mean`, `clipped` or another of core/merges.py."""
+    plain: bool = False
+    """The outer step with this mean is the mean itself, without momentum: what some workers had left at the end."""
+    total_weight: float = 0.0
+    """The weight of all contributions; 0: no worker had done any work, and there is no mean."""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
     resync: bool = False
     """A worker's anchor differed; this worker must call `fetch_state` now (with collective engines, all do)."""
     roster: tuple[int, ...] = ()
@@ -152,16 +161,53 @@ class RoundResult:
     comparison: Comparison = Comparison()
     """The comparison of the contributors; without parts if this worker got the mean from another one afterwards."""
     phases: RoundPhases = RoundPhases()
-    clipped: Mapping[int, str] = field(default_factory=dict)
-    """Worker -> why its contribution was scaled down."""
-    merge: Merge = "mean"
-    """The way in which the mean was made: `mean`, `clipped` or another of core/merges.py."""
-    plain: bool = False
-    """The outer step with this mean is the mean itself, without momentum: what some workers had left at the end."""
     signatures: int = 0
     """The number of workers that have signed the digest of the mean, in a swarm."""
     mean_digest: str = ""
     """16 hex digits of what they signed; the same on every worker."""
+
+    def summary_fields(self) -> dict[str, Any]:
+        """The fields of this class by name, for another one that has them too."""
+        return {each.name: getattr(self, each.name) for each in fields(RoundSummary)}
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON can hold them."""
+        return {name: _to_json(value) for name, value in self.summary_fields().items()}
+
+    @staticmethod
+    def from_json(saved: Mapping[str, Any]) -> "RoundSummary":
+        """Read what `as_json` gave; what an earlier version did not save has its default."""
+        defaults = RoundSummary().summary_fields()
+        return RoundSummary(**{name: _from_json(saved[name], like) for name, like in defaults.items() if name in saved})
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Mapping):
+        return {str(worker): reason for worker, reason in value.items()}
+    if isinstance(value, Comparison | RoundPhases):
+        return {name: _to_json(part) for name, part in vars(value).items()}
+    return value
+
+
+def _from_json(value: Any, like: object) -> Any:
+    """Return a value from JSON in the type of `like`."""
+    if isinstance(like, tuple):
+        return tuple(value)
+    if isinstance(like, Mapping):
+        return {int(worker): reason for worker, reason in value.items()}
+    if isinstance(like, Comparison | RoundPhases):
+        return type(like)(**{name: _from_json(value[name], part) for name, part in vars(like).items() if name in value})
+    return value
+
+
+@dataclass(frozen=True)
+class RoundResult(RoundSummary):
+    """A mean, and how it came about."""
+
+    mean: "EncodedVector"
+    members: tuple[Member, ...]
     lane_means: "tuple[EncodedVector, ...]" = ()
     """Set by a worker of several ranks: the mean of each lane that this rank is in (outer/ranked_replica.py)."""
 
@@ -177,13 +223,15 @@ class RoundResult:
     @property
     def replaced(self) -> dict[int, float]:
         """The share of the parts in which each contributor counted as the others' mean; empty for plain means."""
-        told = self.comparison
-        if self.merge == "mean" or not told.parts:
+        comparison = self.comparison
+        if self.merge == "mean" or not comparison.parts:
             return {}
-        return {worker: count / told.parts for worker, count in zip(self.contributors, told.replaced, strict=True)}
+        counts = zip(self.contributors, comparison.replaced, strict=True)
+        return {worker: count / comparison.parts for worker, count in counts}
 
     @property
     def stopping(self) -> bool:
+        """A worker ends early, and with a fixed membership all do."""
         return any(member.report.stopping for member in self.members)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import Fragment, PartLayout
-from diloco.engines.rounds import Comparison, GlobalState, Member, Report, RoundKey, RoundResult
+from diloco.engines.rounds import GlobalState, Member, Report, RoundKey, RoundResult, RoundSummary
 from diloco.errors import ConfigError, RoundFailed
 from diloco.outer.method import Means, Method
 from diloco.outer.replica import Lane, Replica
@@ -351,15 +351,8 @@ def _to_numbers(posted: RoundInFlight) -> Numbers:
     ended = end_of(posted)
     if isinstance(ended, RoundFailed):
         return numbers | {"result": None, "failure": ended.reason, "resync": ended.resync}
-    result = {name: getattr(ended, name) for name in _RESULT_NUMBERS}
-    result |= {"contributors": list(ended.contributors), "refused": {str(w): r for w, r in ended.refused.items()}}
-    result["clipped"] = {str(worker): reason for worker, reason in ended.clipped.items()}
-    result |= {"members": [member.as_json() for member in ended.members], "roster": list(ended.roster)}
-    result |= asdict(ended.comparison)
-    return numbers | {"result": result, "failure": None}
-
-
-_RESULT_NUMBERS = ("total_weight", "bytes_sent", "bytes_received", "seconds", "resync", "merge", "plain")
+    members = [member.as_json() for member in ended.members]
+    return numbers | {"result": ended.as_json() | {"members": members}, "failure": None}
 
 
 def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequence[Tensor]) -> RoundInFlight:
@@ -394,14 +387,7 @@ def _result(saved: Mapping[str, Any], means: Sequence[EncodedVector]) -> RoundRe
     ]
     return RoundResult(
         mean=means[0],
-        lane_means=tuple(means),
-        contributors=tuple(saved["contributors"]),
-        refused={int(worker): reason for worker, reason in saved["refused"].items()},
         members=tuple(Member(**member) for member in members),
-        roster=tuple(saved["roster"]),
-        comparison=Comparison(  # earlier versions saved less
-            tuple(saved.get("products", ())), tuple(saved.get("replaced", ())), saved.get("parts", 0)
-        ),
-        clipped={int(worker): reason for worker, reason in saved.get("clipped", {}).items()},
-        **{name: saved[name] for name in _RESULT_NUMBERS if name in saved},
+        lane_means=tuple(means),
+        **RoundSummary.from_json(saved).summary_fields(),
     )

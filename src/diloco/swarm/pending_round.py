@@ -199,25 +199,7 @@ class SwarmRound(PendingRound):
             failure = self._failed(outcome.failure, resync=outcome.resync)
             failure.stopping = any(member.report.stopping for member in members)
             raise failure
-        return RoundResult(
-            mean=vector.mean,
-            contributors=outcome.contributors,
-            refused=outcome.refused,
-            clipped=outcome.clipped,
-            merge=outcome.merge,
-            plain=outcome.plain,
-            total_weight=outcome.total_weight,
-            bytes_sent=outcome.bytes_sent,
-            bytes_received=outcome.bytes_received,
-            seconds=outcome.seconds,
-            members=members,
-            resync=outcome.resync,
-            roster=outcome.roster,
-            comparison=outcome.comparison,
-            phases=outcome.phases,
-            signatures=outcome.signatures,
-            mean_digest=outcome.mean_digest,
-        )
+        return RoundResult(mean=vector.mean, members=members, **outcome.summary_fields())
 
 
 def _member(present: PresentWorker) -> Member:

@@ -5,12 +5,13 @@ the node. Large blocks of bytes are shared memory: both processes see them, and 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from diloco.core.config import Merge
-from diloco.engines.rounds import Comparison, RoundKey, RoundPhases
+from diloco.engines.rounds import RoundKey, RoundSummary
 from diloco.swarm.shared_memory import SharedMemory
 
 
@@ -45,38 +46,19 @@ class PresentWorker(Struct, frozen=True):
     """Binds the worker to its encoded parts (audit/merkle.py)."""
 
 
-class RoundOutcome(Struct, frozen=True):
-    """How a round ended for this worker. With no `failure` and total_weight > 0 the mean is in the posted memory."""
+@dataclass(frozen=True)
+class RoundOutcome(RoundSummary):
+    """How a round ended for this worker. With no `failure` and total_weight > 0 the mean is in the posted memory.
+
+    With a failure, `resync` says that the others have gone on without this worker, or that its anchor differs.
+    """
 
     key: RoundKey
     failure: str | None = None
-    resync: bool = False
-    """The others have gone on without this worker, or its anchor differs: it must fetch the state."""
     fatal: bool = False
     """No later round can succeed either: this worker is banned or revoked, or trains another model."""
-    contributors: tuple[int, ...] = ()
-    refused: dict[int, str] = field(default_factory=dict)
-    """Worker number -> why its contribution is not in the mean."""
-    total_weight: float = 0.0
     present: tuple[PresentWorker, ...] = ()
     """In worker order."""
-    roster: tuple[int, ...] = ()
-    """The numbers of all members at that time, also of those that missed the round."""
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    seconds: float = 0.0
-    comparison: Comparison = Comparison()
-    """The field of RoundResult."""
-    phases: RoundPhases = RoundPhases()
-    clipped: dict[int, str] = field(default_factory=dict)
-    """Worker number -> why its contribution was scaled down."""
-    merge: Merge = "mean"
-    """How the mean was made."""
-    plain: bool = False
-    """See RoundResult.plain."""
-    signatures: int = 0
-    mean_digest: str = ""
-    """See RoundResult.signatures and mean_digest."""
 
 
 class Snapshot(Struct, frozen=True, eq=False):

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from diloco.engines.rounds import GlobalState, RoundKey
+from diloco.engines.rounds import Comparison, GlobalState, RoundKey, RoundPhases
 from diloco.errors import EngineError
 from diloco.swarm.protocol.status import MemberStatus, RunStatus
 from diloco.swarm.settings import Settings
@@ -58,7 +58,20 @@ def snapshot(note: bytes = b"note") -> Snapshot:
 def one_of_each() -> list[messages.Message]:
     key = RoundKey(5, 0)
     present = (PresentWorker(0, b"h", b"n"),)
-    outcome = RoundOutcome(key, None, True, False, (0, 2), {1: "nan"}, 2.5, present, (0, 1, 2), 1, 2, 0.1)
+    outcome = RoundOutcome(
+        key,
+        present=present,
+        resync=True,
+        contributors=(0, 2),
+        refused={1: "nan"},
+        total_weight=2.5,
+        roster=(0, 1, 2),
+        bytes_sent=1,
+        bytes_received=2,
+        seconds=0.1,
+        comparison=Comparison((1.0, 0.5, 1.0), (0, 1), 3),
+        phases=RoundPhases(0.25, None, 0.5),
+    )
     return [
         messages.StartNode(1, Settings("é", "worker-0", announce=("a",)), 7),
         messages.PostRound(

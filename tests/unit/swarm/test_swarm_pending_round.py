@@ -18,6 +18,7 @@ from diloco.swarm.protocol import timing
 from diloco.swarm.sidecar.messages import PostRound, RoundEnded
 from diloco.swarm.sidecar.supervisor import SidecarLost
 from diloco.swarm.trainer import PostedRound, PresentWorker, RoundOutcome
+from support.round_summary import FULL
 
 KEY = RoundKey(4, 1)
 
@@ -67,6 +68,12 @@ def test_the_mean_and_the_members_come_with_the_outcome() -> None:
     assert (result.contributors, result.total_weight, result.roster) == ((0,), 2.0, (0, 3))
     assert [(one, members) for one, _, members in posted.owner.ended] == [(posted.posted, result.members)]
     assert posted.round.wait() is result
+
+
+def test_all_that_the_outcome_tells_of_the_round_is_in_its_result() -> None:
+    posted = Posted()
+    posted.end(**FULL.summary_fields())
+    assert posted.round.wait().summary_fields() == FULL.summary_fields()
 
 
 def test_a_round_without_weight_leaves_the_contribution_alone() -> None:

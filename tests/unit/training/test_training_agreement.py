@@ -32,7 +32,9 @@ def result(values: list[torch.Tensor]) -> RoundResult:
     mean = EncodedVector(codec("fp32"), PartLayout(1))
     products = tuple(inner_products(values).tolist())
     told = Comparison(products, (0,) * len(values), 1)
-    return RoundResult(mean, tuple(range(len(values))), {}, float(len(values)), 0, 0, 0.0, (), comparison=told)
+    return RoundResult(
+        mean=mean, members=(), contributors=tuple(range(len(values))), total_weight=float(len(values)), comparison=told
+    )
 
 
 def test_the_cosine_with_the_others_is_that_of_the_vectors() -> None:

@@ -1,9 +1,7 @@
 """A round that this worker has posted, with what is under way for it: the transfer, and the trainer that waits."""
 
 import asyncio
-from dataclasses import dataclass, field
-
-from msgspec import structs
+from dataclasses import dataclass, field, replace
 
 from diloco.engines.rounds import RoundPhases
 from diloco.swarm.audit import merkle
@@ -57,7 +55,11 @@ class OwnRound(RoundState):
     def _end(self, outcome: RoundOutcome) -> None:
         self.stop_transfer()
         if not self.ended:
-            sizes = {"bytes_sent": self.bytes_sent, "bytes_received": self.bytes_received}
-            outcome = structs.replace(outcome, **sizes, seconds=clock.now() - self.started)
+            outcome = replace(
+                outcome,
+                bytes_sent=self.bytes_sent,
+                bytes_received=self.bytes_received,
+                seconds=clock.now() - self.started,
+            )
             self.end(outcome)
             self.outcome.set_result(outcome)

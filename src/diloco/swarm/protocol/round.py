@@ -215,18 +215,13 @@ class RoundState:
             self.posted.key,
             failure=failure,
             resync=diverged if failure is None else decision.resync,
-            contributors=decision.contributors,
-            refused=decision.refused,
-            clipped=decision.clipped,
-            merge=decision.merge,
-            plain=decision.plain,
-            total_weight=decision.total_weight,
             present=tuple(entry.for_trainer for entry in plan.entries),
             roster=plan.roster,
             comparison=self.comparison,
             phases=self.phases,
             signatures=0 if self.certificate is None else len(self.certificate.signatures),
             mean_digest="" if self.certificate is None else self.certificate.mean.hex()[:16],
+            **decision.summary_fields(),
         )
 
     def end(self, result: RoundOutcome) -> None:
