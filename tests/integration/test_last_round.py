@@ -10,11 +10,10 @@ from torch import Tensor
 
 from diloco.core.config import FaultsConfig, SyncConfig
 from diloco.core.learning_rate import LearningRateCurve
-from diloco.core.merging import Claim
+from diloco.core.merging import Claim, decide
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer
 from diloco.engines.base import PendingRound
 from diloco.engines.local import LocalEngine, LocalSwarm
-from diloco.engines.reduction import decide
 from diloco.engines.rounds import Contribution, RoundKey
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.core.config import SyncConfig
-from diloco.core.merging import Claim, admit
+from diloco.core.merging import Claim, admit, decide
 from diloco.core.outer_optimizers import SGD
 from diloco.engines.base import Engine
 from diloco.engines.local import LocalEngine, LocalSwarm
-from diloco.engines.reduction import decide
 from diloco.engines.rounds import Contribution
 from diloco.errors import EngineError
 from diloco.outer.fixed import FixedLoop

@@ -16,11 +16,11 @@ import torch
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.config import SyncConfig
-from diloco.core.merging import diverged
+from diloco.core.merging import Decision, decide, diverged
 from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import HEADER_BYTES, Header, check_same_round, pack, unpack
-from diloco.engines.reduction import Decision, decide, reduce_parts
+from diloco.engines.reduction import reduce_parts
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.errors import RoundFailed
 from diloco.optimizer import DiLoCo

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from diloco.engines.reduction import Decision
+from diloco.core.merging import Decision
 from diloco.engines.rounds import RoundPhases, RoundSummary
 from support.round_summary import FULL
 

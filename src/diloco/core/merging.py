@@ -1,9 +1,15 @@
 """Which contributions are in the mean, and the weighted mean itself (line 12 of Algorithm 1).
 
-`admit` is a pure decision: from the claims of all workers it tells which contributions are in the mean and why the
-others are not; `norm_bounds` tells the largest norm with which each of them counts, `absurd_norms` which of them are
-too long to count at all. All workers decide on the same claims and so get the same answer. The divisor is the total
-weight of the contributions that are in, never the number of workers that were expected.
+`decide` is a pure decision from the claims of all workers, in these steps:
+
+    admit               which contributions have no fault of their own: finite, taken from the others' anchor
+    bounded_weights     how much each counts: by the work behind it; leftover_weights at the end of a run
+    norm_bounds         the largest norm with which each counts; a longer one is scaled down
+    absurd_norms,       in a swarm: which are too long, or too short, to count at all
+    short_norms
+
+All workers decide on the same claims and so get the same answer. The divisor is the total weight of the contributions
+that are in, never the number of workers that were expected.
 
 How alike the contributions are is told by the cosine of every pair (Figures 10 and 11 of arXiv 2311.08105). Where a
 part is reduced, all contributions to it are there in fp32, and their `inner_products` are taken; the sums over all
@@ -12,11 +18,14 @@ parts give the `cosines`.
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from diloco.core.config import FEWEST_TO_MERGE, Merge
 
 MAX_WEIGHT_ROUNDS = 5
 """A contribution in a swarm weighs at most as much as this many full rounds of an average worker."""
@@ -50,6 +59,137 @@ class Claim:
     """The weight of H inner steps of this worker, whatever is behind the contribution."""
     done: bool = False
     """The worker has taken all its steps: what it contributes is left over."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The workers that are in the mean, their weights, and why the others are not in it."""
+
+    contributors: tuple[int, ...]
+    weights: tuple[float, ...]
+    """The weights in the mean: the work behind each contribution, or more in a mean of leftovers (leftover_weights)."""
+    refused: dict[int, str]
+    resync: bool
+    scales: tuple[float, ...] = ()
+    """The factors by which contributions are multiplied before they are averaged; none: all by 1."""
+    clipped: dict[int, str] = field(default_factory=dict)
+    """Worker -> why its contribution is scaled down."""
+    too_long: frozenset[int] = frozenset()
+    """Workers of `refused` whose norm is absurd."""
+    too_short: frozenset[int] = frozenset()
+    """Workers of `refused` whose contribution is next to nothing."""
+    merge: Merge = "mean"
+    """The way of merging, as in SyncConfig; `mean` also where too few contribute to be clipped."""
+    total_weight: float = 0.0
+    """All the work that is in the mean."""
+    plain: bool = False
+    """A mean of leftovers in which a worker counts that has nothing left: the outer step is the mean itself."""
+
+    def summary_fields(self) -> dict[str, Any]:
+        """The fields that RoundSummary has too, by name; `resync` is each worker's own there."""
+        return {name: getattr(self, name) for name in _IN_SUMMARY}
+
+
+_IN_SUMMARY = ("contributors", "refused", "clipped", "merge", "plain", "total_weight")
+
+
+def decide(
+    workers: Sequence[int],
+    claims: Sequence[Claim],
+    max_norm_ratio: float | None,
+    merge: Merge = "mean",
+    rounds: Sequence[int] = (),
+) -> Decision:
+    """Decide from all claims to a round which contributions are in its mean, and how much each counts.
+
+    The same claims give the same decision on every worker. `rounds`: as in `bounded_weights`, of each claim.
+    """
+    reasons = admit(claims)
+    refused = {worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None}
+    admitted = [index for index, reason in enumerate(reasons) if reason is None]
+    admitted_claims = [claims[index] for index in admitted]
+    work = bounded_weights(admitted_claims, [rounds[index] for index in admitted] if rounds else ())
+    of_leftovers = leftover_weights(admitted_claims, work)
+    weights = of_leftovers or work
+    resting = sum(weight for steps, weight in zip(work, weights, strict=True) if not steps)
+    candidates = [
+        _Candidate(workers[index], claims[index], rounds[index] if rounds else 1, steps, weight)
+        for index, steps, weight in zip(admitted, work, weights, strict=True)
+        if steps > 0
+    ]
+    _bound_norms(candidates, max_norm_ratio, leftovers=of_leftovers is not None)
+    clipped = {
+        each.worker: f"norm {each.claim.norm:.3g} is above the bound {each.bound:.3g} "
+        f"(sync.max_norm_ratio = {max_norm_ratio:g})"
+        for each in candidates
+        if each.claim.norm > each.bound
+    }
+    too_long: list[int] = []
+    too_short: list[int] = []
+    if rounds:  # a swarm, in which a norm may be a lie
+        their_claims = [each.claim for each in candidates]
+        if clipped:
+            absurd = absurd_norms(
+                their_claims, [each.bound for each in candidates], [each.rounds for each in candidates]
+            )
+            too_long = [candidates[place].worker for place in absurd]
+        if max_norm_ratio is not None and of_leftovers is None:  # what is left may be next to nothing
+            too_short = [candidates[place].worker for place in short_norms(their_claims)]
+        refused |= {worker: clipped.pop(worker) for worker in too_long}
+        refused |= {
+            each.worker: f"norm {each.claim.norm:.3g} is below a tenth of the usual one"
+            for each in candidates
+            if each.worker in too_short
+        }
+        candidates = [each for each in candidates if each.worker not in (*too_long, *too_short)]
+    leaves_out_rest = bool(resting and candidates)
+    scales = [each.scale for each in candidates] if clipped else []
+    if leaves_out_rest:  # zero outer gradients: they need not be sent to be in the mean
+        moving = sum(each.weight for each in candidates)
+        share = moving / (moving + resting)
+        scales = [scale * share for scale in scales or [1.0] * len(candidates)]
+    return Decision(
+        contributors=tuple(each.worker for each in candidates),
+        weights=tuple(each.weight for each in candidates),
+        scales=tuple(scales),
+        clipped=clipped,
+        merge=merge if len(candidates) >= FEWEST_TO_MERGE[merge] else "mean",
+        refused=refused,
+        too_long=frozenset(too_long),
+        too_short=frozenset(too_short),
+        resync=bool(diverged([claim.anchor_digest for claim in claims])),
+        total_weight=sum(each.work for each in candidates),
+        plain=leaves_out_rest,
+    )
+
+
+@dataclass
+class _Candidate:
+    """An admitted contribution with work in it."""
+
+    worker: int
+    claim: Claim
+    rounds: int
+    """As in `bounded_weights`; 1 where that is not known."""
+    work: float
+    """The weight of the steps behind it, bounded."""
+    weight: float
+    """The weight in the mean: the same, or more in a mean of leftovers."""
+    bound: float = math.inf
+    """The norm with which it counts at most."""
+
+    @property
+    def scale(self) -> float:
+        """The factor by which it is multiplied before it is averaged."""
+        return min(1.0, self.bound / self.claim.norm) if self.claim.norm > self.bound else 1.0
+
+
+def _bound_norms(candidates: Sequence[_Candidate], max_norm_ratio: float | None, *, leftovers: bool) -> None:
+    """Set the bound of each candidate. `leftovers`: the mean is one of leftovers."""
+    late = [place for place, each in enumerate(candidates) if each.rounds > 1] if leftovers else ()
+    bounds = norm_bounds([each.claim for each in candidates], max_norm_ratio, late)
+    for each, bound in zip(candidates, bounds, strict=True):
+        each.bound = bound
 
 
 def admit(claims: Sequence[Claim]) -> list[str | None]:

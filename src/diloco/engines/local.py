@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
-from diloco.core.merging import diverged
+from diloco.core.merging import Decision, decide, diverged
 from diloco.engines.asynchronous.engine import AnchorLink, FixedEngine, LocalLink
 from diloco.engines.asynchronous.server import AnchorServer
 from diloco.engines.base import PendingRound
 from diloco.engines.header import Header, check_same_layout, check_same_round, header_of
-from diloco.engines.reduction import Decision, decide, reduce_parts, result_of, run_ends
+from diloco.engines.reduction import reduce_parts, result_of, run_ends
 from diloco.engines.rounds import Comparison, Contribution, GlobalState, Member, RoundKey, RoundPhases, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
 

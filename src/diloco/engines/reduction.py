@@ -1,4 +1,4 @@
-"""The reduction that every engine shares: claims to a decision, encoded contributions to an encoded mean.
+"""The reduction that every engine shares: from encoded contributions to an encoded mean.
 
 A fragment's parts go through the network in waves, each worker reducing a run of each wave. Parts and their owners
 decide only which worker does the work and how many bytes travel, never a bit of the mean: a part is encoded by itself,
@@ -15,28 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.codecs.base import Codec
 from diloco.codecs.encoded import EncodedVector, scratch
-from diloco.core.config import FEWEST_TO_MERGE, Merge
+from diloco.core.config import Merge
 from diloco.core.fragments import span_elements
 from diloco.core.merges import MERGES
-from diloco.core.merging import (
-    Claim,
-    absurd_norms,
-    admit,
-    bounded_weights,
-    diverged,
-    inner_products,
-    leftover_weights,
-    norm_bounds,
-    short_norms,
-    weighted_mean,
-)
+from diloco.core.merging import Decision, inner_products, weighted_mean
 from diloco.engines.header import HEADER_BYTES
 from diloco.engines.rounds import Comparison, Member, RoundPhases, RoundResult
 
@@ -47,108 +35,6 @@ WAVES_AHEAD = 4
 twice as long at 200 Mbit/s and 50 ms each way."""
 _PRODUCTS_OF_FOUR = 10
 _LEAST_ELEMENTS = 1 << 17  # for one of several threads
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The workers that are in the mean, their weights, and why the others are not in it."""
-
-    contributors: tuple[int, ...]
-    weights: tuple[float, ...]
-    """The weights in the mean: the work behind each contribution, or more in a mean of leftovers (leftover_weights)."""
-    refused: dict[int, str]
-    resync: bool
-    scales: tuple[float, ...] = ()
-    """The factors by which contributions are multiplied before they are averaged; none: all by 1."""
-    clipped: dict[int, str] = field(default_factory=dict)
-    """Worker -> why its contribution is scaled down."""
-    too_long: frozenset[int] = frozenset()
-    """Workers of `refused` whose norm is absurd."""
-    too_short: frozenset[int] = frozenset()
-    """Workers of `refused` whose contribution is next to nothing."""
-    merge: Merge = "mean"
-    """The way of merging, as in SyncConfig; `mean` also where too few contribute to be clipped."""
-    total_weight: float = 0.0
-    """All the work that is in the mean."""
-    plain: bool = False
-    """A mean of leftovers in which a worker counts that has nothing left: the outer step is the mean itself."""
-
-    def summary_fields(self) -> dict[str, Any]:
-        """The fields that RoundSummary has too, by name; `resync` is each worker's own there."""
-        return {name: getattr(self, name) for name in _IN_SUMMARY}
-
-
-_IN_SUMMARY = ("contributors", "refused", "clipped", "merge", "plain", "total_weight")
-
-
-def decide(
-    workers: Sequence[int],
-    claims: Sequence[Claim],
-    max_norm_ratio: float | None,
-    merge: Merge = "mean",
-    rounds: Sequence[int] = (),
-) -> Decision:
-    """The same claims give the same decision on every worker. `rounds`: as in `bounded_weights`, of each claim."""
-    digests = [claim.anchor_digest for claim in claims]
-    resync = bool(diverged(digests))
-    reasons = admit(claims)
-    if any(reasons):
-        admitted = [index for index, reason in enumerate(reasons) if reason is None]
-        weights = bounded_weights([claims[i] for i in admitted], [rounds[i] for i in admitted] if rounds else ())
-    else:
-        admitted = list(range(len(claims)))
-        weights = bounded_weights(claims, rounds)
-    work = dict(zip(admitted, weights, strict=True))
-    of_leftovers = leftover_weights([claims[i] for i in admitted], weights)
-    weights = of_leftovers or weights
-    resting = sum(weight for index, weight in zip(admitted, weights, strict=True) if not work[index])
-    accepted = [(index, weight) for index, weight in zip(admitted, weights, strict=True) if work[index] > 0]
-    considered = [claims[index] for index, _ in accepted]
-    missed = [place for place, (index, _) in enumerate(accepted) if rounds and rounds[index] > 1]
-    bounds = norm_bounds(considered, max_norm_ratio, missed if of_leftovers is not None else ())
-    refused = {worker: reason for worker, reason in zip(workers, reasons, strict=True) if reason is not None}
-    clipped = {
-        workers[index]: f"norm {claim.norm:.3g} is above the bound {bound:.3g} "
-        f"(sync.max_norm_ratio = {max_norm_ratio:g})"
-        for (index, _), claim, bound in zip(accepted, considered, bounds, strict=True)
-        if claim.norm > bound
-    }
-    too_long = frozenset[int]()
-    too_short = frozenset[int]()
-    if rounds:
-        absurd = absurd_norms(considered, bounds, [rounds[index] for index, _ in accepted]) if clipped else []
-        judges_short = max_norm_ratio is not None and of_leftovers is None  # what is left may be next to nothing
-        short = short_norms(considered) if judges_short else []
-        too_long = frozenset(workers[accepted[place][0]] for place in absurd)
-        too_short = frozenset(workers[accepted[place][0]] for place in short)
-        refused |= {worker: clipped.pop(worker) for worker in too_long}
-        refused |= {
-            workers[accepted[place][0]]: f"norm {considered[place].norm:.3g} is below a tenth of the usual one"
-            for place in short
-        }
-        if absurd or short:
-            kept = [place for place in range(len(accepted)) if place not in absurd and place not in short]
-            accepted = [accepted[place] for place in kept]
-            bounds = [bounds[place] for place in kept]
-    norms = [claims[index].norm for index, _ in accepted]
-    scales = [min(1.0, b / n) if n > b else 1.0 for n, b in zip(norms, bounds, strict=True)] if clipped else []
-    if resting and accepted:  # zero outer gradients: they need not be sent to be in the mean
-        moving = sum(weight for _, weight in accepted)
-        share = moving / (moving + resting)
-        scales = [scale * share for scale in scales or [1.0] * len(accepted)]
-    return Decision(
-        contributors=tuple(workers[index] for index, _ in accepted),
-        weights=tuple(weight for _, weight in accepted),
-        scales=tuple(scales),
-        clipped=clipped,
-        merge=merge if len(accepted) >= FEWEST_TO_MERGE[merge] else "mean",
-        refused=refused,
-        too_long=too_long,
-        too_short=too_short,
-        resync=resync,
-        total_weight=sum(work[index] for index, _ in accepted),
-        plain=bool(resting and accepted),
-    )
 
 
 def run_ends(members: Iterable[Member]) -> bool:

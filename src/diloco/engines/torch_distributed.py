@@ -36,23 +36,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from diloco.codecs.encoded import EncodedVector
+from diloco.core.merging import Decision, decide
 from diloco.engines.asynchronous.engine import AnchorLink, FixedEngine
 from diloco.engines.asynchronous.sockets import SocketLink
 from diloco.engines.base import PendingRound
 from diloco.engines.behind_training import stay_behind_training, threads_behind_training
 from diloco.engines.header import check_same_layout, check_same_round, pack, unpack
 from diloco.engines.process_groups import end_group, new_group
-from diloco.engines.reduction import (
-    WAVES_AHEAD,
-    Decision,
-    Wave,
-    compare_nothing,
-    decide,
-    reduce_parts,
-    result_of,
-    run_ends,
-    waves,
-)
+from diloco.engines.reduction import WAVES_AHEAD, Wave, compare_nothing, reduce_parts, result_of, run_ends, waves
 from diloco.engines.rounds import (
     Comparison,
     Contribution,

@@ -6,9 +6,9 @@ import torch
 from diloco.codecs.registry import codec
 from diloco.core.config import Merge, SyncConfig
 from diloco.core.merges import _replace_opposed, clipped_mean
-from diloco.core.merging import Claim
+from diloco.core.merging import Claim, decide
 from diloco.engines.local import LocalSwarm
-from diloco.engines.reduction import decide, reduce_parts
+from diloco.engines.reduction import reduce_parts
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
 

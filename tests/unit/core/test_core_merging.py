@@ -13,13 +13,13 @@ from diloco.core.merging import (
     Claim,
     admit,
     bounded_weights,
+    decide,
     diverged,
     norm_bounds,
     shares,
     short_norms,
     weighted_mean,
 )
-from diloco.engines.reduction import decide
 
 
 def reasons(*claims: Claim) -> list[str | None]:

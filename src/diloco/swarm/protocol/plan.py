@@ -1,7 +1,7 @@
 """A round's plan: the workers in it, the parts that each of them reduces, and what follows from their headers. Pure.
 
 The leader makes the plan and every worker in it checks it. From the same headers all workers come to the same decision
-(engines/reduction.py), so a leader cannot weigh, admit or leave out a contribution otherwise than the rules say. The
+(core/merging.py), so a leader cannot weigh, admit or leave out a contribution otherwise than the rules say. The
 leader does decide whose headers are in the plan.
 """
 
@@ -15,10 +15,9 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct, structs
 
 from diloco.core.config import Merge
-from diloco.core.merging import FEWEST_FOR_NORMS, MAX_WEIGHT_ROUNDS, diverged
+from diloco.core.merging import FEWEST_FOR_NORMS, MAX_WEIGHT_ROUNDS, Decision, decide, diverged
 from diloco.engines.header import HEADER_BYTES, Header, find_report_fault, unpack
 from diloco.engines.note import MAX_NOTE_BYTES, MalformedNote, read_note
-from diloco.engines.reduction import Decision, decide
 from diloco.engines.rounds import RoundKey
 from diloco.errors import EngineError
 from diloco.swarm.protocol.status import PeerName
