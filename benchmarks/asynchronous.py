@@ -28,8 +28,8 @@ from torch import Tensor
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import Nesterov
+from diloco.engines.asynchronous import replay
 from diloco.engines.local import LocalSwarm
-from diloco.engines.virtual_time import replay
 from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.models.native.config import ModelConfig
 from diloco.models.native.transformer import Transformer

@@ -12,9 +12,9 @@ import torch
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Nesterov
+from diloco.engines.asynchronous import replay
 from diloco.engines.local import LocalSwarm, alone
 from diloco.engines.torch_distributed import TorchDistributedEngine
-from diloco.engines.virtual_time import replay
 from diloco.errors import ConfigError
 from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.optimizer import DiLoCo

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from diloco.core.config import SyncConfig
+from diloco.engines.asynchronous import replay
 from diloco.engines.base import Engine
 from diloco.engines.local import LocalSwarm
-from diloco.engines.virtual_time import replay
 from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent

@@ -12,8 +12,8 @@ import torch
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import Fragment, build_fragments
-from diloco.engines.asynchronous.server import AnchorServer, Kind, Request
-from diloco.engines.asynchronous.sockets import SocketLink
+from diloco.engines.anchor_sockets import SocketLink
+from diloco.engines.asynchronous import AnchorServer, Kind, Request
 from diloco.engines.header import pack
 from diloco.engines.rounds import Contribution, RoundKey
 from diloco.errors import EngineError

@@ -28,7 +28,7 @@ from safetensors.torch import save
 from diloco.dashboard.quick_lines import QuickLines
 from diloco.dashboard.runs import Run
 from diloco.data.preparation.received_corpus import receive_metadata
-from diloco.engines.asynchronous.sockets import _REPLY, _read_reply
+from diloco.engines.anchor_sockets import _REPLY, _read_reply
 from diloco.engines.header import pack
 from diloco.engines.note import MalformedNote, Note, read_note, write_note
 from diloco.engines.rounds import Contribution, RoundKey

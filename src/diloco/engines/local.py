@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import Decision, decide, diverged
-from diloco.engines.asynchronous.engine import AnchorLink, FixedEngine, LocalLink
-from diloco.engines.asynchronous.server import AnchorServer
+from diloco.engines.asynchronous import AnchorLink, AnchorServer, FixedEngine, LocalLink
 from diloco.engines.base import PendingRound
 from diloco.engines.header import Header, check_same_layout, check_same_round, header_of
 from diloco.engines.reduction import reduce_parts, result_of, run_ends

@@ -37,8 +37,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import Decision, decide
-from diloco.engines.asynchronous.engine import AnchorLink, FixedEngine
-from diloco.engines.asynchronous.sockets import SocketLink
+from diloco.engines.anchor_sockets import SocketLink
+from diloco.engines.asynchronous import AnchorLink, FixedEngine
 from diloco.engines.base import PendingRound
 from diloco.engines.behind_training import stay_behind_training, threads_behind_training
 from diloco.engines.header import check_same_layout, check_same_round, pack, unpack

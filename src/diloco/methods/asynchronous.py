@@ -1,7 +1,7 @@
 """Asynchronous workers: none waits for another, but at the end (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3).
 
 After its H inner steps a worker sends its outer gradient, taken from where it began them, to the anchor in worker 0's
-process (engines/asynchronous/server.py), which moves at once. The worker goes on from the answer, the anchor as it is
+process (engines/asynchronous.py), which moves at once. The worker goes on from the answer, the anchor as it is
 then, with all that others have sent meanwhile. A worker's own anchor, which evaluation and checkpoints see, is the one
 that it was last given.
 
@@ -31,8 +31,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import Fragment
 from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
-from diloco.engines.asynchronous.engine import AsynchronousEngine, FixedEngine
-from diloco.engines.asynchronous.server import SERVED_ANCHOR, AnchorServer
+from diloco.engines.asynchronous import SERVED_ANCHOR, AnchorServer, AsynchronousEngine, FixedEngine
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, RoundKey, RoundResult
 from diloco.errors import ConfigError

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.codecs.registry import codec
 from diloco.core.config import FEWEST_TO_MERGE, NO_FAULTS, FaultsConfig, SyncConfig, refuse_combinations
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
-from diloco.engines.asynchronous.engine import FixedEngine
+from diloco.engines.asynchronous import FixedEngine
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError
 from diloco.outer.loop import OuterLoop

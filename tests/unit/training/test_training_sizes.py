@@ -10,7 +10,7 @@ import torch
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.data.corpus import Corpus
-from diloco.engines.asynchronous.engine import AsynchronousEngine
+from diloco.engines.asynchronous import AsynchronousEngine
 from diloco.errors import ConfigError
 from diloco.history.events import RoundEndedEvent, StepEvent
 from diloco.history.run_history import RunHistory

@@ -123,7 +123,7 @@ def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement,
     whole_gradient = encoded + copy * (1 if lossless else 2)  # encoded and decoded as a whole
     if config.mode == "data-parallel":
         return [Held("encoded and decoded gradient", whole_gradient)]
-    if sync.asynchronous:  # engines/asynchronous/server.py
+    if sync.asynchronous:  # engines/asynchronous.py
         return [
             Held("anchor", copy, "anchors"),
             Held("encoded outer gradient", encoded),

@@ -18,8 +18,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from diloco.engines.asynchronous.engine import AnchorLink
-from diloco.engines.asynchronous.server import AnchorServer, Kind, Reply, Request
+from diloco.engines.asynchronous import AnchorLink, AnchorServer, Kind, Reply, Request
 from diloco.engines.header import HEADER_BYTES
 from diloco.errors import DiLoCoError, EngineError
 
