@@ -18,7 +18,7 @@ import torch
 
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
-from diloco.outer.tensors.tensor_pieces import pieces_of
+from diloco.outer.tensors import pieces_of
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.run import CheckpointConfig
 from measuring import check_cuda, write_results

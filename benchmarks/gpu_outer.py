@@ -23,9 +23,10 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import Fragment
 from diloco.core.outer_optimizers import Nesterov
+from diloco.core.outer_step import outer_gradient
 from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
-from diloco.outer.sending import take_gradient, take_step
+from diloco.outer.sending import take_step
 from measuring import check_cuda, write_results
 
 
@@ -73,7 +74,7 @@ class Exchange:
         self._vector = EncodedVector(codec(name), fragment.layout, device, pinned=pinned)
 
     def post(self) -> None:
-        for span, delta in take_gradient(self._fragment):
+        for span, delta in outer_gradient(self._fragment):
             self._vector.encode(span.first_part, delta)
 
     def merge(self) -> None:

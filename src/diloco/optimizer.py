@@ -46,8 +46,7 @@ from diloco.outer.fixed import FixedLoop
 from diloco.outer.loop import OuterLoop
 from diloco.outer.method import Options
 from diloco.outer.rounds import RoundEvent, mean_cosine
-from diloco.outer.tensors.model_tensors import model_tensors
-from diloco.outer.tensors.tensor_pieces import as_tensors, copy_into
+from diloco.outer.tensors import as_tensors, copy_into, model_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from diloco.core import fragments
 from diloco.core.digest import Digest, digest
 from diloco.core.fragments import Fragment, PartLayout
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer, SGDMomentum
+from diloco.core.outer_step import outer_gradient
 from diloco.models.native.head import next_token_loss
-from diloco.outer.sending import take_gradient, take_step
+from diloco.outer.sending import take_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -87,7 +88,7 @@ def test_encoding_and_stepping_in_one_pass_give_the_bits_of_many(
     kernels = kernels_for(fused, mine)
     assert kernels is not None
     error, norm = encode_gradient(kernels, fused, mine).sqrt().tolist()
-    delta = torch.cat([piece.clone() for _, piece in take_gradient(plain)])
+    delta = torch.cat([piece.clone() for _, piece in outer_gradient(plain)])
     theirs.encode(0, delta)
     assert torch.equal(mine.data, theirs.data)
     decoded = theirs.decode(0, plain.layout.num_parts)
@@ -124,7 +125,7 @@ def test_rounds_in_one_pass_leave_the_anchor_of_rounds_in_many(monkeypatch: pyte
 @pytest.mark.parametrize("outer", OUTER, ids=lambda outer: outer.name)
 def test_alone_a_worker_takes_the_step_along_its_own_outer_gradient(outer: OuterOptimizer, offload: bool) -> None:
     alone, two_passes = make(SHAPES, outer, offload=offload), make(SHAPES, outer)
-    delta = torch.cat([piece.clone() for _, piece in take_gradient(two_passes)])
+    delta = torch.cat([piece.clone() for _, piece in outer_gradient(two_passes)])
     take_step(two_passes, two_passes.outer_opt, lambda span: delta[span.slice].clone())
     take_step(alone, alone.outer_opt, None)
     assert same(alone, two_passes)
@@ -137,7 +138,7 @@ def test_a_fragment_in_many_spans_is_one_in_a_single_span(monkeypatch: pytest.Mo
     cut, offloaded = make(SHAPES, OUTER[2]), make(SHAPES, OUTER[2], offload=True)
     assert len(list(cut.spans())) > 50
     for fragment in (whole, cut, offloaded):
-        delta = torch.cat([piece.clone() for _, piece in take_gradient(fragment)])
+        delta = torch.cat([piece.clone() for _, piece in outer_gradient(fragment)])
         take_step(fragment, fragment.outer_opt, lambda span, delta=delta: delta[span.slice].clone())  # type: ignore[misc]
     assert same(cut, whole)
     assert same(offloaded, whole)

@@ -13,7 +13,7 @@ from diloco.core.fragments import PartLayout
 from diloco.engines import reduction
 from diloco.engines.base import Engine
 from diloco.engines.rounds import Contribution, RoundKey
-from diloco.outer.tensors.tensor_pieces import pieces_of
+from diloco.outer.tensors import pieces_of
 from diloco.safetensors_files import file_chunks
 from diloco.training.checkpoints import store
 from support.processes import in_processes

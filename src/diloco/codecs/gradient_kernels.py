@@ -122,7 +122,6 @@ def _encode_kernel(
 
 def encode_gradient(kernels: Kernels, fragment: Fragment, vector: EncodedVector) -> Tensor:
     """Encode anchor − θ_i into `vector`; the squared error of that and the squared norm of the outer gradient."""
-    fragment.check_memory()
     part = fragment.layout.part_elements
     out = vector.data
     name = vector.codec.name

@@ -159,6 +159,10 @@ class Fragment:
         out = self.scratch(span)
         if theta_i is not None:
             return torch.sub(anchor, theta_i[span.slice], out=out)
+        kernels = self.kernels
+        if kernels is not None:
+            kernels.outer_gradient(span.start, anchor, out=out)
+            return out
         for tensor, inside, place in self._pieces(span):
             own = _flat_view(tensor)[inside]
             if own.dtype == torch.float64:

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from diloco.engines.rounds import Member, Report
 from diloco.outer.method import Method, Options, TrainingWorker
-from diloco.outer.tensors.tensor_pieces import Numbers
+from diloco.outer.tensors import Numbers
 
 _ALIKE = 1.02
 """Speeds within 2 % count as equal: they are measured, and a step left out for a per mille would be wasted time."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from diloco.core.fragments import Fragment, Span
 from diloco.core.lanes import Piece
+from diloco.core.outer_step import outer_gradient
 from diloco.outer.method import GradientSource, LaneFragment, Method, Options
-from diloco.outer.sending import take_gradient
 
 
 class Pruning(Method):
@@ -57,7 +57,7 @@ def pruned_gradient(
     Needs a copy of the fragment, since spans and rows have different ends.
     """
     flat = torch.empty(fragment.numel, device=fragment.device)
-    for span, delta in take_gradient(fragment, theta_i):
+    for span, delta in outer_gradient(fragment, theta_i):
         flat[span.slice].copy_(delta)
     for piece, view in zip(pieces, fragment.views(flat).values(), strict=True):
         whole = view if view.shape == torch.Size(piece.shape) else view.view(piece.shape)

@@ -23,8 +23,7 @@ from diloco.core.fragments import PartLayout
 from diloco.core.outer_optimizers import SGD
 from diloco.errors import ConfigError
 from diloco.outer.method import Method, Options
-from diloco.outer.sending import NO_DIGEST, Sending
-from diloco.outer.tensors.groups import Group
+from diloco.outer.sending import NO_DIGEST, Group, Sending
 
 
 class SecondMoments(Method):

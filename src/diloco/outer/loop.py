@@ -41,10 +41,9 @@ from diloco.outer.method import Method, TrainingWorker
 from diloco.outer.ranked_replica import RankedReplica
 from diloco.outer.replica import OneRankReplica, Replica
 from diloco.outer.rounds import RoundEvent, RoundInFlight, has_another_anchor, settle
+from diloco.outer.sending import lay_groups
 from diloco.outer.state import AnchorEvaluation, OuterState, means_taken, restored_rounds, saved_rounds
-from diloco.outer.tensors.groups import lay_groups
-from diloco.outer.tensors.model_tensors import ModelTensors
-from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
+from diloco.outer.tensors import ModelTensors, Numbers, TensorPieces
 
 logger = logging.getLogger(__name__)
 

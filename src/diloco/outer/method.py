@@ -27,8 +27,8 @@ from diloco.core.lanes import Piece
 from diloco.core.schedule import Schedule
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Member, Report
-from diloco.outer.tensors.groups import Group
-from diloco.outer.tensors.tensor_pieces import Numbers
+from diloco.outer.sending import Group
+from diloco.outer.tensors import Numbers
 
 GradientSource = Callable[[int, Tensor | None], Iterator[tuple[Span, Tensor]]]
 """(turn, a flat copy of the parameters or None for themselves) -> a fragment's outer gradient, span by span."""

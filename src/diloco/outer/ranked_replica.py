@@ -36,10 +36,8 @@ from diloco.errors import EngineError, RoundFailed
 from diloco.outer.method import Method
 from diloco.outer.replica import Lane, Replica, lay_sending, refuse_new_parameters
 from diloco.outer.rounds import PendingWorkerRound
-from diloco.outer.sending import NO_DIGEST
-from diloco.outer.tensors.groups import Group, cut_fragments
-from diloco.outer.tensors.local_tensors import local_tensors, share, take_first
-from diloco.outer.tensors.model_tensors import ModelTensors
+from diloco.outer.sending import NO_DIGEST, Group, cut_fragments
+from diloco.outer.tensors import ModelTensors, local_tensors, share, take_first
 
 
 class RankedReplica(Replica):

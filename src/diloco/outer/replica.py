@@ -25,11 +25,8 @@ from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, R
 from diloco.errors import ConfigError
 from diloco.outer.method import LaneFragment, Method
 from diloco.outer.rounds import PendingWorkerRound
-from diloco.outer.sending import NO_DIGEST, FragmentSending, NothingToSend, Sending
-from diloco.outer.tensors.groups import Group, cut_fragments
-from diloco.outer.tensors.local_tensors import local_tensors
-from diloco.outer.tensors.model_tensors import ModelTensors
-from diloco.outer.tensors.tensor_pieces import TensorPiece, TensorPieces
+from diloco.outer.sending import NO_DIGEST, FragmentSending, Group, NothingToSend, Sending, cut_fragments
+from diloco.outer.tensors import ModelTensors, TensorPiece, TensorPieces, local_tensors
 
 _FEW_BITS = ("int4", "e3m0", "2bit", "topk")
 

@@ -1,23 +1,28 @@
-"""Sends a fragment in a lane: an outer gradient into bytes, and the outer step with a mean that came back as bytes.
+"""What each fragment of a model is (its `Group`), and how it is sent (its `Sending`).
 
-Both go through a fragment span by span, as in core/outer_step.py: one span is subtracted, encoded and forgotten before
-the next, and a mean is decoded where it is used. On a GPU either is one launch for the whole fragment, if the codec has
-kernels for it (codecs/gradient_kernels.py), and else one for each span (core/kernels.py). The bits are the same.
+Sending is an outer gradient into bytes, and the outer step with a mean that came back as bytes. Both go through a
+fragment span by span, as in core/outer_step.py: one span is subtracted, encoded and forgotten before the next, and a
+mean is decoded where it is used. On a GPU either is one launch for the whole fragment, if the codec has kernels for it
+(codecs/gradient_kernels.py), and else one for each span (core/kernels.py). The bits are the same.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from diloco.codecs.encoded import EncodedVector
+from diloco.core.config import Merge, SyncConfig
 from diloco.core.digest import Digest
-from diloco.core.fragments import Fragment, Span
+from diloco.core.fragments import Fragment, Span, assign, build_fragments
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
 from diloco.core.outer_step import outer_gradient, outer_step
+from diloco.core.schedule import RoundLengths, Schedule
+from diloco.outer.tensors import ModelTensors
 
 if TYPE_CHECKING:
     from diloco.core.kernels import Kernels
@@ -50,6 +55,60 @@ class Sending(ABC):
 
         `mixing`: the share of its own parameters that the worker keeps. `plain`: as RoundResult.plain.
         """
+
+
+@dataclass(frozen=True)
+class Group:
+    """The names of one fragment's tensors, and the outer optimizer that steps them."""
+
+    names: tuple[str, ...]
+    outer: OuterOptimizer
+    max_norm_ratio: float | None
+    """The bound on norms, as in SyncConfig; None for buffers: statistics of different data may differ by any factor."""
+    merge: Merge = "mean"
+    """The way of merging, as in SyncConfig; all but parameters is averaged plainly."""
+    buffers: bool = False
+    """Counted buffers, which are few: they travel whole, with 16 bits at least."""
+    sending: Sending | None = None
+    """The sender of something else than tensors of the model (methods/second_moments.py); there is no fragment then."""
+
+    @property
+    def auxiliary(self) -> bool:
+        """Averaged beside the parameters: its rounds are no outer steps, and no rounds to the user."""
+        return self.buffers or self.sending is not None
+
+
+def lay_groups(
+    tensors: ModelTensors,
+    sync: SyncConfig,
+    outer: OuterOptimizer,
+    growth: RoundLengths | None,
+    more: Sequence[Group],
+) -> tuple[list[Group], Schedule]:
+    """Lay out what each fragment holds, and when it is posted. `more`: groups that travel with the last fragment."""
+    groups = [
+        Group(tuple(names), outer, sync.max_norm_ratio, sync.merge) for names in assign(list(tensors.averaged), sync)
+    ]
+    offsets = Schedule.spread(sync.num_inner_steps, len(groups)).offsets
+    if tensors.averaged_buffers:  # a plain mean is the outer optimizer SGD(1.0); they travel with the last fragment
+        groups.append(Group(tuple(tensors.averaged_buffers), SGD(lr=1.0), None, buffers=True))
+    groups += more
+    offsets += offsets[-1:] * (len(groups) - len(offsets))
+    return groups, Schedule(sync.num_inner_steps, offsets, sync.overlap_steps, sync.warm_start, growth)
+
+
+def cut_fragments(
+    groups: Sequence[Group], members: Sequence[Sequence[tuple[str, Tensor]]], sync: SyncConfig
+) -> list[Fragment | None]:
+    """A fragment for each group, of its (label, tensor) pairs; None where there are none."""
+    fragments: list[Fragment | None] = [None] * len(groups)
+    for outer in {group.outer: None for group in groups}:
+        mine = [i for i, group in enumerate(groups) if group.outer == outer and members[i]]
+        labels = [[label for label, _ in members[i]] for i in mine]
+        built = build_fragments(dict(pair for i in mine for pair in members[i]), labels, outer, offload=sync.offload)
+        for i, fragment in zip(mine, built, strict=True):
+            fragments[i] = fragment
+    return fragments
 
 
 class NothingToSend(Sending):
@@ -87,6 +146,7 @@ class FragmentSending(Sending):
         """The norm is that of what is sent. The error is measured on some spans; None: the codec is lossless."""
         fragment = self._fragment
         vector = self.vector
+        fragment.check_memory()
         if self._gradient is None and self._encoder is None:
             kernels = kernels_in_one_pass(fragment, vector)
             if kernels is not None:
@@ -96,7 +156,7 @@ class FragmentSending(Sending):
                 return _total([squares[1].sqrt()]), _relative([squares])
         norms = []
         squared_errors = []
-        spans = take_gradient(fragment, theta_i) if self._gradient is None else self._gradient(turn, theta_i)
+        spans = outer_gradient(fragment, theta_i) if self._gradient is None else self._gradient(turn, theta_i)
         for number, (span, delta) in enumerate(spans):
             if self._encoder is not None:
                 norms.append(self._encoder(vector, span, delta))
@@ -158,21 +218,6 @@ class _DecodedMean:
 
     def norm(self) -> float:
         return _total(self._norms)
-
-
-@torch.no_grad()
-def take_gradient(fragment: Fragment, theta_i: Tensor | None = None) -> Iterator[tuple[Span, Tensor]]:
-    """`outer_gradient`, after a check of the parameters' memory; in kernels, if the fragment has them."""
-    fragment.check_memory()
-    kernels = fragment.kernels
-    if kernels is None:
-        yield from outer_gradient(fragment, theta_i)
-        return
-    for span, anchor, _ in fragment.visit():
-        delta = fragment.scratch(span)
-        kernels.outer_gradient(span.start, anchor, out=delta)
-        yield span, delta
-        del delta  # before the next one is made
 
 
 @torch.no_grad()

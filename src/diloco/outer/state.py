@@ -26,7 +26,7 @@ from diloco.errors import ConfigError, RoundFailed
 from diloco.outer.method import Means, Method
 from diloco.outer.replica import Lane, Replica
 from diloco.outer.rounds import RoundInFlight, Settled, end_of
-from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
+from diloco.outer.tensors import Numbers, TensorPieces
 
 
 class OuterState:

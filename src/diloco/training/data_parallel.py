@@ -22,8 +22,7 @@ from diloco.engines.base import Engine
 from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
 from diloco.errors import EngineError, RoundFailed
 from diloco.outer.gradient_mean import GradientMean
-from diloco.outer.tensors.model_tensors import model_tensors
-from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
+from diloco.outer.tensors import Numbers, TensorPieces, model_tensors
 
 _COUNTERS = (
     "inner_steps", "sequence", "rounds", "rounds_failed", "contributions_refused", "bytes_sent", "sync_seconds"

@@ -13,7 +13,7 @@ from diloco.errors import CheckpointError
 from diloco.history.events import WorkerFinishedEvent
 from diloco.history.log import EventLog
 from diloco.models.choice import ModelChoice
-from diloco.outer.tensors.tensor_pieces import pieces_of
+from diloco.outer.tensors import pieces_of
 from diloco.training.checkpoints.resume import check_resumable
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.run import CheckpointConfig, RunConfig

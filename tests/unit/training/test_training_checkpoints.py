@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from diloco import atomic_files
 from diloco.engines.rounds import Member, Report
 from diloco.history.events import Event, event_fields
-from diloco.outer.tensors.tensor_pieces import pieces_of
+from diloco.outer.tensors import pieces_of
 from diloco.training.checkpoints import store
 from diloco.training.checkpoints.manifests import Manifest, Moment, find_checkpoints, manifest_path, worker_folder
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore

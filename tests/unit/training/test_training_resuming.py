@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diloco.data.order import ShardProgress
 from diloco.errors import CheckpointError, ConfigError
-from diloco.outer.tensors.tensor_pieces import pieces_of
+from diloco.outer.tensors import pieces_of
 from diloco.training.checkpoints.manifests import Moment, find_checkpoints, worker_folder
 from diloco.training.checkpoints.resume import agree_on_start, check_same_run
 from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore

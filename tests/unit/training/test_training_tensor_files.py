@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diloco.atomic_files import FileDigest, digest_file, replace_file
 from diloco.errors import CheckpointError
-from diloco.outer.tensors.tensor_pieces import TensorPiece, TensorPieces, pieces_of
+from diloco.outer.tensors import TensorPiece, TensorPieces, pieces_of
 from diloco.training.checkpoints.store import take_snapshot
 from diloco.training.checkpoints.tensor_files import read_tensors, saved_tensors, write_tensors
 

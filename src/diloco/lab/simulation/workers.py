@@ -20,7 +20,7 @@ from diloco.lab.simulation.replicas import Replicas
 from diloco.methods.growing_rounds import GrowingRounds
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
-from diloco.outer.tensors.tensor_pieces import as_tensors, copy_into
+from diloco.outer.tensors import as_tensors, copy_into
 
 MISSED_ROUND_DECAY = 0.5
 """With the rule `age_decayed`: what each missed round leaves of a contribution's weight."""

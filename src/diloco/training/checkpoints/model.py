@@ -7,7 +7,7 @@ from diloco.data.preparation.received_corpus import find_corpus
 from diloco.errors import CheckpointError, ConfigError
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
-from diloco.outer.tensors.tensor_pieces import pieces_of
+from diloco.outer.tensors import pieces_of
 from diloco.training.checkpoints.manifests import Checkpoint, find_checkpoints
 from diloco.training.checkpoints.resume import differing_parts
 from diloco.training.checkpoints.tensor_files import read_tensors, saved_tensors

@@ -26,7 +26,7 @@ from diloco.atomic_files import replace_file, sync_folder, write_file
 from diloco.engines.rounds import Member
 from diloco.errors import DiLoCoError
 from diloco.history.events import CheckpointEvent, CheckpointFailedEvent, Emit, Event
-from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces
+from diloco.outer.tensors import Numbers, TensorPieces
 from diloco.training.checkpoints.manifests import (
     Checkpoint,
     Manifest,

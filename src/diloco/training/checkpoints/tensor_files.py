@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diloco.atomic_files import PartialFile
 from diloco.errors import CheckpointError
-from diloco.outer.tensors.tensor_pieces import TensorPieces
+from diloco.outer.tensors import TensorPieces
 from diloco.safetensors_files import file_chunks
 
 SUFFIX = ".safetensors"

@@ -22,8 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.errors import CheckpointError
 from diloco.history.events import CheckpointSkippedEvent, Emit
-from diloco.outer.tensors.model_tensors import bare_name
-from diloco.outer.tensors.tensor_pieces import Numbers, TensorPieces, pieces_of
+from diloco.outer.tensors import Numbers, TensorPieces, bare_name, pieces_of
 from diloco.training.checkpoints.manifests import Checkpoint, find_checkpoints
 from diloco.training.checkpoints.resume import Start, check_same_run, check_steps
 from diloco.training.checkpoints.store import CheckpointStore
