@@ -31,7 +31,8 @@ def processor() -> str:
     """
     roots = torch.arange(1, 4097, dtype=torch.float32).div(64).sqrt()
     version = torch.__version__.split("+")[0]
-    return f"torch {version}, {torch.backends.cpu.get_cpu_capability()}, roots {hashlib.sha256(roots.numpy()).hexdigest()[:8]}"
+    bits = hashlib.sha256(roots.numpy()).hexdigest()[:8]
+    return f"torch {version}, {torch.backends.cpu.get_cpu_capability()}, roots {bits}"
 
 
 def pull(model: nn.Module, worker: int, step: int) -> Tensor:
