@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.core.directions import opposed, pair_cosines
+from diloco.swarm.audit.directions import opposed, pair_cosines
 
 NUMEL = 20_000
 
