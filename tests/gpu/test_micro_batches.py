@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diloco.models.registry import build_model
-from diloco.training.micro_batch_size import budget_bytes, trial_bytes
+from diloco.training.micro_batches import budget_bytes, trial_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

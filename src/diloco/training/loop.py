@@ -45,8 +45,7 @@ from diloco.training.checkpoints.worker_state import Checkpointer, HasState, Wor
 from diloco.training.compute import PlacedModel, Precision, prepare
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
-from diloco.training.micro_batch_size import budget_bytes, fewest_micro_batches
-from diloco.training.micro_batches import micro_batches
+from diloco.training.micro_batches import budget_bytes, fewest_micro_batches, micro_batches
 from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.peers import FixedPeers, Peers
 from diloco.training.records.agreement import Agreement

@@ -31,7 +31,7 @@ from diloco.history.run_history import RunHistory, read_history
 from diloco.models.registry import model_outline
 from diloco.training.compute import SHORT_TYPES, precision_name
 from diloco.training.config.run import RunConfig, num_rounds, turns
-from diloco.training.micro_batch_size import budget_bytes, choices, estimated
+from diloco.training.micro_batches import budget_bytes, choices, estimated
 from diloco.training.sizes.memory import (
     ACTIVATIONS,
     OF_WORKER_0,

@@ -14,10 +14,10 @@ from diloco.engines.local import alone
 from diloco.errors import ConfigError
 from diloco.history.log import EventLog
 from diloco.models.choice import ModelChoice
-from diloco.training import loop, micro_batch_size
+from diloco.training import loop, micro_batches
 from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
-from diloco.training.micro_batch_size import choices, estimated, fewest_that_fit
+from diloco.training.micro_batches import choices, estimated, fewest_that_fit
 from diloco.training.sizes.estimate import estimate
 from diloco.training.sizes.memory import ACTIVATIONS, Placement
 from support.event_log import history_of, read_events
@@ -97,7 +97,7 @@ def test_on_a_gpu_trials_decide_and_an_event_tells(tmp_path: Path, monkeypatch: 
     training = _training(tmp_path)
     training.device = torch.device("cuda")
     placement = Placement(1, 1, cuda=True, precision=training.precision.name)
-    _, gradients, rest = micro_batch_size._estimated_memory(
+    _, gradients, rest = micro_batches._estimated_memory(
         training.config, placement, training.model, training.corpus.vocab_size, training.device
     )
     tried: list[int] = []
@@ -107,7 +107,7 @@ def test_on_a_gpu_trials_decide_and_an_event_tells(tmp_path: Path, monkeypatch: 
         tried.append(rows)
         return gradients + 1000 * rows
 
-    monkeypatch.setattr(micro_batch_size, "trial_bytes", trial)
+    monkeypatch.setattr(micro_batches, "trial_bytes", trial)
     monkeypatch.setattr(loop, "budget_bytes", lambda *_: gradients + rest + 2500)
     assert training._micro_batches(1) == 4 and 2 in tried
     [event] = [event for event in read_events(tmp_path) if event["type"] == "micro_batches"]
