@@ -1,24 +1,35 @@
 """A run as its user sees it: the live display, notes, how others can join, the sinks, the page in the browser, and the
 report at the end."""
 
+import math
+import shlex
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli.display.joining_hint import joining_hint
 from diloco.cli.display.live import Display
 from diloco.cli.display.report import print_report
 from diloco.cli.display.sizes import sizes_printer
 from diloco.dashboard.process import LOOPBACK, DashboardProcess, check_installed, link, listen
 from diloco.history.run_history import LiveHistory
+from diloco.own_command import command
 from diloco.sinks.process import SinkProcesses
+from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.start import EndedRun, Observer, Poll
+
+_PATIENT_SECONDS = 20.0
+_SEARCHING = (
+    "not in the swarm yet: finding its members and getting a number from the leader takes two minutes at most "
+    "(logs/worker-0-swarm.log in the run folder says more)"
+)
 
 
 class RunDisplay(Observer):
@@ -90,3 +101,59 @@ def print_end(console: Console, ended: EndedRun) -> None:
         console.print(Text(f"diloco · {status} before the first step · run folder: {ended.folder}"), soft_wrap=True)
     if ended.error is not None:
         raise ended.error
+
+
+def joining_hint(console: Console, config: RunConfig, live: LiveHistory) -> Callable[[], None]:
+    """A function to call several times a second. Once a worker of this machine is in the swarm it prints, one time, how
+    others can join; after _PATIENT_SECONDS without one, what the worker waits for. What `live` has by now is of earlier
+    starts."""
+    begins = live.history.clock.last or 0.0
+    printed = False
+    patient_until = time.monotonic() + _PATIENT_SECONDS
+
+    def poll() -> None:
+        nonlocal printed, patient_until
+        if printed:
+            return
+        if time.monotonic() > patient_until:
+            patient_until = math.inf
+            console.print(Text(_SEARCHING), soft_wrap=True)
+        entered = live.history.swarm
+        if entered is not None and entered.time > begins:
+            printed = True
+            _print_hint(console, config, live.folder, entered.founded, entered.going_on)
+
+    return poll
+
+
+def _print_hint(console: Console, config: RunConfig, folder: Path, founded: bool, going_on: bool) -> None:
+    """The worker that starts the swarm prints the first invitations; the others say how it goes on."""
+    invite = command("invite", shlex.quote(str(folder)))
+    if not founded:
+        console.print(Text("joined the swarm: continuing from its state"), soft_wrap=True)
+    elif going_on:
+        alone = "no other member of the swarm answers: continuing from this machine's newest checkpoint"
+        console.print(Text(alone), soft_wrap=True)
+    else:
+        console.print(Text("the swarm starts here"), soft_wrap=True)
+    from diloco.swarm.trust.run_owner import may_invite, new_invitations
+
+    swarm = folder / SWARM_FOLDER
+    if not may_invite(swarm):
+        console.print(Text("to invite others: on the machine where the run began"), soft_wrap=True)
+        return
+    seats = config.swarm.seats
+    if founded and not going_on and seats:
+        made = new_invitations(swarm, config.swarm.invitation_days, time.time(), seats)
+        until = f"{datetime.fromtimestamp(made[0].expires, UTC):%Y-%m-%d}"
+        each = "one more worker" if seats == 1 else f"{seats} more workers, one line each"
+        console.print(
+            Text(f"for {each}, until {until}: run `{command('join', '-')}` on its machine, or in another terminal, and "
+                 "paste"),
+            soft_wrap=True,
+        )  # fmt: skip
+        for invitation in made:
+            console.print(Text(f"  {invitation.text()}", style="bold green"), soft_wrap=True, highlight=False)
+        console.print(Text(f"for others (each invitation is for one worker): {invite}"), soft_wrap=True)
+    else:
+        console.print(Text(f"to invite others: {invite}"), soft_wrap=True)
