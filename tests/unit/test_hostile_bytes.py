@@ -25,8 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from diloco.dashboard.quick_lines import QuickLines
-from diloco.dashboard.runs import Run
+from diloco.dashboard.runs import QuickLines, Run
 from diloco.data.preparation.received_corpus import receive_metadata
 from diloco.engines.anchor_sockets import _REPLY, _read_reply
 from diloco.engines.header import pack

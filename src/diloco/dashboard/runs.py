@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diloco.dashboard.quick_lines import QuickLines
+import msgspec
+
 from diloco.dashboard.series import series
 from diloco.dashboard.snapshot import SILENT_SECONDS, round_json, snapshot
 from diloco.errors import ConfigError
 from diloco.history.events import EVENTS_VERSION
 from diloco.history.figures import RunFigures
-from diloco.history.log import EVENTS_FILE
+from diloco.history.log import EVENTS_FILE, decode_line
 from diloco.history.run_history import LiveHistory, RunHistory
 from diloco.history.workers import DOING
 from diloco.training.records.run_folder import RUN_FILE
@@ -25,6 +26,11 @@ _DEEPEST = 3
 _MOST_RUNS = 500
 _MOST_FOLDERS = 5000
 _MOST_FILE_BYTES = 16 << 20
+_DECODER = msgspec.json.Decoder()
+_SHALLOW = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LONG_LINE = 8192
+_OF_ALL_WORKERS = ("cosines", "members")
+"""Fields of a round that every worker of this machine reports: large, and decoded once."""
 
 
 class Run:
@@ -280,3 +286,32 @@ def _flat(table: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value if isinstance(value, str | int | float | bool) else str(value)
+
+
+class QuickLines:
+    """Decodes the lines of one log, in their order: several times as fast as json, and what is large only once."""
+
+    def __init__(self) -> None:
+        self._rounds: set[bytes] = set()  # whose large fields have been decoded
+
+    def __call__(self, line: bytes) -> Any:
+        """The JSON of a line, without what another line of the same round has told."""
+        try:
+            decoded = self._decode(line)
+        except msgspec.DecodeError:  # perhaps NaN, which is no JSON
+            return decode_line(line)
+        if isinstance(decoded, dict) and decoded.get("type") == "resumed":  # rounds may be repeated
+            self._rounds.clear()
+        return decoded
+
+    def _decode(self, line: bytes) -> Any:
+        if len(line) < _LONG_LINE:
+            return _DECODER.decode(line)
+        fields = _SHALLOW.decode(line)
+        if bytes(fields.get("type", b"")) == b'"round"':
+            sequence = bytes(fields.get("sequence", b""))
+            if sequence in self._rounds:
+                fields = {name: value for name, value in fields.items() if name not in _OF_ALL_WORKERS}
+            elif bytes(fields.get("members", b"[]")) != b"[]":
+                self._rounds.add(sequence)
+        return {name: _DECODER.decode(value) for name, value in fields.items()}

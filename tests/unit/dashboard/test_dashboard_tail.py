@@ -5,8 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from diloco.dashboard.quick_lines import QuickLines
-from diloco.dashboard.runs import Run
+from diloco.dashboard.runs import QuickLines, Run
 from diloco.history.events import StepEvent
 from diloco.history.log import EventReader
 from support.dashboard_runs import append, calm_events, event, started, write_run
