@@ -11,7 +11,7 @@ from diloco.dashboard.runs import Run
 from diloco.history.events import StepEvent
 from diloco.history.log import EventLog
 from diloco.history.run_history import LiveHistory, read_history
-from diloco.sinks.points import points_of
+from diloco.sinks.follower import points_of
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.swarm_worker import SwarmEvents
 from diloco.training.records.summary import summarize

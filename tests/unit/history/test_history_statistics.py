@@ -18,7 +18,7 @@ from diloco.history.figures import RunFigures
 from diloco.history.run_history import read_history
 from diloco.outer.rounds import RoundEvent
 from diloco.plots.runs import panels_of, read_run
-from diloco.sinks.points import points_of
+from diloco.sinks.follower import points_of
 from diloco.training.config.run import RunConfig
 from diloco.training.records.summary import write_summary
 from support.dashboard_runs import append, round_events, started, step

@@ -7,7 +7,7 @@ import pytest
 from diloco.history.events import read_event
 from diloco.history.run_history import RunHistory
 from diloco.sinks.base import Point
-from diloco.sinks.points import points_of
+from diloco.sinks.follower import points_of
 from support.event_log import Event
 from support.recorded_runs import RUN, event, member, merged, started, step, validation
 
