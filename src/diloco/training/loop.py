@@ -50,9 +50,16 @@ from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
 from diloco.training.peers import FixedPeers, Peers
 from diloco.training.records.agreement import Agreement
 from diloco.training.records.outputs import Samples, sample, write_model
-from diloco.training.records.resolved import resolved_values, write_resolved
 from diloco.training.records.run_folder import MODEL_FOLDER
-from diloco.training.records.worker_events import end_fields, round_ended, round_members, started_fields, told_round
+from diloco.training.records.worker_events import (
+    end_fields,
+    resolved_values,
+    round_ended,
+    round_members,
+    started_fields,
+    told_round,
+    write_resolved,
+)
 from diloco.training.sizes.memory import Placement
 from diloco.training.step_log import BadLoss, LossCheck, StepLog
 from diloco.training.validation import Evaluator, Validation

@@ -1,12 +1,20 @@
-"""The fields of the events of one worker's start, rounds and end."""
+"""The fields of the events of one worker's start, rounds and end.
+
+At the start these are also all values with which the run trains: the options, and what was decided for those that were
+left open. They are in summary.json and in the model card too. config.toml is the run file of a resume, in which an open
+option stays open: there the decided values are a comment at the end.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from diloco.atomic_files import write_file
+from diloco.core.outer_optimizers import used_numbers
 from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Member, Report, RoundResult
@@ -16,8 +24,12 @@ from diloco.models.base import LanguageModel
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
 from diloco.training.config.run import RunConfig
+from diloco.training.config.run_file import to_toml
+from diloco.training.inner import MUON_MOMENTUM
 from diloco.training.modes import Mode
 from diloco.training.records.agreement import Agreement
+from diloco.training.records.run_folder import RUN_FILE
+from diloco.training.records.summary import versions
 
 
 def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, corpus: Corpus) -> dict[str, Any]:
@@ -31,6 +43,47 @@ def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, 
         "tokens_per_step": config.tokens_per_step,
         "unigram_perplexity": corpus.unigram_perplexity,
     }
+
+
+def resolved_values(
+    config: RunConfig, *, mode: Mode, model: LanguageModel, corpus: Corpus, device: str, precision: str, compiled: bool
+) -> dict[str, Any]:
+    """Return all values with which a run trains, by dotted key; None where there is nothing, as for a gradient norm
+    that is not clipped."""
+    values: dict[str, Any] = config.values()
+    values |= {
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "training.eval_interval": config.eval_interval,
+        "checkpoint.interval": config.checkpoint_interval,
+        "compute.precision": precision,
+        "compute.compile": compiled,
+        "data.vocab_size": corpus.vocab_size,
+        "text.digest": corpus.digest,
+        "text.shards": corpus.shards,
+        "text.train_tokens": corpus.train_tokens,
+        "model.description": model.description,
+        "model.trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "model.parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "tokens_per_step": config.tokens_per_step,
+    }
+    if config.inner.optimizer == "muon" and config.inner.momentum is None:
+        values["inner.momentum"] = MUON_MOMENTUM
+    if isinstance(mode.averager, OuterLoop):
+        values |= {f"outer.{name}": number for name, number in used_numbers(config.outer).items()}
+        decay = config.sync.feedback_decay
+        values |= {"sync.error_feedback": decay is not None, "sync.error_decay": decay}
+        values["model.fragments"] = mode.averager.state.num_fragments
+    return values | {f"version.{name}": version for name, version in versions().items()}
+
+
+def write_resolved(folder: Path, config: RunConfig, resolved: Mapping[str, Any]) -> None:
+    """Write the values that the options alone do not say into config.toml, as a comment."""
+    given = config.values()
+    decided = {key: value for key, value in resolved.items() if key not in given or given[key] != value}
+    lines = [f"#   {key} = {value}" for key, value in decided.items()]
+    text = "\n".join(["", "# Decided when training started:", *lines, ""])
+    write_file(folder / RUN_FILE, to_toml(config) + text)
 
 
 def round_members(members: Iterable[Member]) -> list[RoundMember]:
