@@ -16,7 +16,7 @@ import pytest
 
 from diloco.data.config import DataConfig
 from diloco.data.sources.base import Document
-from diloco.data.sources.compression import COMPRESSIONS
+from diloco.data.sources.decoding import COMPRESSIONS
 from diloco.data.sources.registry import open_source
 from diloco.errors import DataError
 

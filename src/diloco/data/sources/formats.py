@@ -19,8 +19,15 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, final
 
 from diloco.data.sources.base import Document
-from diloco.data.sources.compression import COMPRESSIONS, open_decompressed
-from diloco.data.sources.encoding import NotText, TextReader, decode, encoding_of, splits_at_line_ends
+from diloco.data.sources.decoding import (
+    COMPRESSIONS,
+    NotText,
+    TextReader,
+    decode,
+    encoding_of,
+    open_decompressed,
+    splits_at_line_ends,
+)
 from diloco.data.sources.rows import Rows
 from diloco.errors import DataError, install_hint
 

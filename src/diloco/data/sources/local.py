@@ -16,8 +16,7 @@ from typing import ClassVar, final
 
 from diloco.data.config import DataConfig
 from diloco.data.sources.base import Document, Source
-from diloco.data.sources.compression import open_decompressed
-from diloco.data.sources.encoding import fits
+from diloco.data.sources.decoding import fits, open_decompressed
 from diloco.data.sources.formats import (
     EXPANSION,
     DocumentFile,
