@@ -20,7 +20,7 @@ context.set_forkserver_preload(
     [
         *("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel"),
         *("diloco.optimizer", "diloco.engines.connect", "diloco.swarm.engine"),
-        *("diloco.cli.main", "diloco.cli.train", "diloco.training.processes.worker", "diloco.models.native.saving"),
+        *("diloco.cli.main", "diloco.cli.train", "diloco.training.processes.worker", "diloco.models.native.model"),
         *("diloco.training.processes.launcher", "diloco.training.processes.swarm_worker"),
         "support.frozen_heap",
     ]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from diloco.data.preparation.partitions import FeatureModel
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigError, DataError
-from diloco.models.native.saving import load_model
+from diloco.models.native.model import load_model
 from diloco.models.native.transformer import Transformer
 
 LOOK_AT_TOKENS = 128

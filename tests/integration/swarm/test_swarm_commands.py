@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.main import run as command
-from diloco.models.native.saving import load_model
+from diloco.models.native.model import load_model
 from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.swarm.trust.invitation import invite
 from diloco.swarm.trust.run_key import RunKey

@@ -16,7 +16,7 @@ from diloco.data.tokenizer import Tokenizer
 from diloco.engines.local import alone
 from diloco.history.log import EventLog
 from diloco.models.native.config import ModelConfig
-from diloco.models.native.saving import save_model
+from diloco.models.native.model import save_model
 from diloco.models.native.transformer import Transformer
 from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training

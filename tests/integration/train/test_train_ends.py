@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigError
-from diloco.models.native.saving import load_model
+from diloco.models.native.model import load_model
 from diloco.training.records.summary import read_summary
 from support.forks import start_interpreter
 from support.train_runs import Run, start, write_text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.models.native.saving import load_model
+from diloco.models.native.model import load_model
 from support.forks import fork_ranks
 from support.train_runs import Run, completed, start, write_text
 

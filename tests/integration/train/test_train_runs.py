@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diloco.cli.main import run
-from diloco.models.native.saving import load_model
+from diloco.models.native.model import load_model
 from diloco.training.records.summary import read_summary
 from support.forks import fork_ranks, run_command, start_interpreter
 from support.train_runs import Run, completed, start, tiny_options, write_text

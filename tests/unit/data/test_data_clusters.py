@@ -18,7 +18,7 @@ from diloco.data.preparation.passages import Passage
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import DataError
 from diloco.models.native.config import ModelConfig
-from diloco.models.native.saving import save_model
+from diloco.models.native.model import save_model
 from diloco.models.native.transformer import Transformer
 from diloco.training.features import feature_model
 
@@ -178,7 +178,7 @@ def test_features_are_the_mean_of_the_last_layer_over_the_tokens_that_are_there(
     long, short = found.of(["court statute appeal " * 30, "sail"])
     alone = found.of(["sail"])[0]
     np.testing.assert_allclose(short, alone, atol=1e-5)  # neither padding nor company changes it
-    from diloco.models.native.saving import load_model
+    from diloco.models.native.model import load_model
 
     transformer: Transformer = load_model(model)
     tokens = torch.tensor([found.tokenizer.encode("sail")])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diloco.errors import ConfigError
 from diloco.models.native.config import ModelConfig
-from diloco.models.native.saving import load_model, save_model
+from diloco.models.native.model import load_model, save_model
 from diloco.models.native.transformer import Transformer
 
 GROUPED = ModelConfig(
@@ -195,7 +195,7 @@ def test_a_save_that_fails_midway_leaves_the_old_file_whole(tmp_path: Path, monk
         yield memoryview(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("diloco.models.native.saving.file_chunks", dies_halfway)
+    monkeypatch.setattr("diloco.models.native.model.file_chunks", dies_halfway)
     with pytest.raises(OSError, match="disk full"):
         save_model(make(GROUPED, seed=1), tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before

@@ -1,17 +1,33 @@
-"""Our transformer as a LanguageModel: random weights in a preset's shape, or those of a Llama-family folder."""
+"""Our transformer as a LanguageModel: random weights in a preset's shape, or those of a Llama-family folder; and such a
+folder written so that `transformers.AutoModelForCausalLM.from_pretrained` loads it.
 
-from collections.abc import Sequence
+`config.json`, `model.safetensors` (fp32; tied embeddings once) and, given a tokenizer, its files. Each file appears
+whole or not at all. Reads sharded weights too.
+
+Refused: another family than Llama, missing or unexpected tensors (each is named), pickled weights, and a tokenizer
+with more tokens than the model has vectors.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
+from diloco.atomic_files import replace_file
+from diloco.errors import ConfigError
 from diloco.models.base import LanguageModel, Reader
+from diloco.models.folders import write_json
 from diloco.models.native.config import ModelConfig
-from diloco.models.native.saving import load_model, save_model
 from diloco.models.native.transformer import KeyValueCache, Transformer
+from diloco.models.pretrained import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE, read_json
+from diloco.models.tokenizer_files import check_tokenizer, copy_tokenizer, is_same_tokenizer, write_tokenizer
+from diloco.models.weights import read_weights
+from diloco.safetensors_files import file_chunks
+
+Kind = TypeVar("Kind", bound=Transformer)
 
 
 @final
@@ -73,3 +89,82 @@ class _NativeReader:
 
     def reset(self) -> None:
         self._cache.length = 0
+
+
+# Folders
+
+
+def save_model(
+    model: Transformer,
+    directory: Path,
+    *,
+    tokenizer_path: Path | None = None,
+    end_of_text: str | None = None,
+    origin: Path | None = None,
+) -> None:
+    """Write the model's folder. `end_of_text`: the tokenizer's token at which generation should stop.
+
+    `origin`: the folder that the model came from. If the tokenizer is still that folder's, its files and the special
+    tokens of its config.json are kept.
+    """
+    eos_token_id = None
+    if tokenizer_path is not None:
+        eos_token_id = check_tokenizer(tokenizer_path, model.config.vocab_size, end_of_text)
+    elif end_of_text is not None:
+        raise ConfigError(f"end_of_text is {end_of_text!r} without a tokenizer: give tokenizer_path too")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the model folder {directory} cannot be made ({error.strerror}): choose another place"
+        ) from error
+
+    # fp32 whatever the training type, as config.json says.
+    state = model.state_dict()
+    tensors = {name: t.detach().float() for name, t in state.items()}
+    with replace_file(directory / WEIGHTS_FILE) as file:
+        for chunk in file_chunks(tensors, {"format": "pt"}):
+            file.write(chunk)
+    config = model.config.hf_config(eos_token_id=eos_token_id)
+    if tokenizer_path is not None:
+        if origin is not None and is_same_tokenizer(tokenizer_path, origin / TOKENIZER_FILE):
+            copy_tokenizer(origin, directory)
+            before = read_json(origin / CONFIG_FILE)
+            config |= {key: value for key, value in before.items() if key.endswith("_token_id")}
+        else:
+            write_tokenizer(directory, tokenizer_path, end_of_text, model.config.max_sequence_length)
+    write_json(directory / CONFIG_FILE, config)
+
+
+def load_model(directory: Path, kind: type[Kind] = Transformer) -> Kind:  # type: ignore[assignment]
+    """Load the model of such a folder (ours, or a Llama of transformers): CPU, fp32. Draws no random numbers."""
+    config = ModelConfig.from_hf_config(read_json(directory / CONFIG_FILE))
+    # Old versions of transformers stored these tables; they follow from config.json.
+    tensors = {n: t for n, t in read_weights(directory).items() if not n.endswith("rotary_emb.inv_freq")}
+    with torch.device("meta"):
+        model = kind(config)
+    _check_tensors(directory, tensors, model.state_dict())
+    model.load_state_dict({name: t.float() for name, t in tensors.items()}, assign=True)
+    model.model.reset_rotary(torch.device("cpu"))
+    return model
+
+
+def _check_tensors(directory: Path, found: dict[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise unless names and shapes are the model's. Drops a second copy of tied embeddings from `found`."""
+    if "lm_head.weight" in found and "lm_head.weight" not in expected:
+        embeddings = found.get("model.embed_tokens.weight")
+        if embeddings is not None and torch.equal(found["lm_head.weight"], embeddings):
+            del found["lm_head.weight"]
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is unexpected" for name in found if name not in expected]
+    problems += [
+        f"{name} has shape {list(found[name].shape)} instead of {list(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in found and found[name].shape != tensor.shape
+    ]
+    problems += [f"{name} holds {t.dtype}, not floats" for name, t in found.items() if not t.is_floating_point()]
+    if problems:
+        raise ConfigError(
+            f"the weights in {directory} are not those that its {CONFIG_FILE} describes: {'; '.join(problems)}. "
+            f"Use the files of one model, or hf:{directory} to have transformers compute it"
+        )
