@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.history.events import read_event
-from diloco.history.log import EVENTS_FILE
-from diloco.history.renumbering import follow_numbers
+from diloco.history.log import EVENTS_FILE, follow_numbers
 from diloco.history.run_history import RunHistory
 
 Event = dict[str, Any]
