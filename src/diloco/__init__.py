@@ -14,12 +14,12 @@ from diloco.version import __version__
 if TYPE_CHECKING:
     from diloco.core.config import FaultsConfig as FaultsConfig
     from diloco.core.config import SyncConfig as SyncConfig
-    from diloco.core.course import Course as Course
-    from diloco.core.learning_rate import LearningRateCurve as LearningRateCurve
     from diloco.core.outer_optimizers import SGD as SGD
     from diloco.core.outer_optimizers import Adam as Adam
     from diloco.core.outer_optimizers import Nesterov as Nesterov
     from diloco.core.outer_optimizers import SGDMomentum as SGDMomentum
+    from diloco.core.rates import Course as Course
+    from diloco.core.rates import LearningRateCurve as LearningRateCurve
     from diloco.engines.connect import connect as connect
     from diloco.engines.local import LocalSwarm as LocalSwarm
     from diloco.engines.local import alone as alone
@@ -34,8 +34,8 @@ _HOMES = {
     "LocalSwarm": "diloco.engines.local",
     "SyncConfig": "diloco.core.config",
     "FaultsConfig": "diloco.core.config",
-    "Course": "diloco.core.course",
-    "LearningRateCurve": "diloco.core.learning_rate",
+    "Course": "diloco.core.rates",
+    "LearningRateCurve": "diloco.core.rates",
     "Nesterov": "diloco.core.outer_optimizers",
     "SGD": "diloco.core.outer_optimizers",
     "SGDMomentum": "diloco.core.outer_optimizers",

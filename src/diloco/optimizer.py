@@ -25,8 +25,8 @@ from torch._C._autograd import _profiler_enabled
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from diloco.core.config import NO_FAULTS, FaultsConfig, SyncConfig
-from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.outer_optimizers import SGD, OuterOptimizer
+from diloco.core.rates import LearningRateCurve
 from diloco.engines.base import Connection
 from diloco.errors import ConfigError
 from diloco.methods.asynchronous import AsynchronousLoop, asynchronous_parts

@@ -26,11 +26,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import CODECS, codec
 from diloco.core.config import FEWEST_TO_MERGE, FaultsConfig, SyncConfig
-from diloco.core.course import Course
 from diloco.core.fragments import PartLayout
-from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.merging import cosines
 from diloco.core.outer_optimizers import Nesterov
+from diloco.core.rates import Course, LearningRateCurve
 from diloco.engines import reduction
 from diloco.engines.base import Engine
 from diloco.engines.header import HEADER_BYTES

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from diloco.core.config import FaultsConfig, SyncConfig
-from diloco.core.course import Course
-from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.outer_optimizers import Adam, Nesterov
+from diloco.core.rates import Course, LearningRateCurve
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
 from support.alone import made, made_digest, steps

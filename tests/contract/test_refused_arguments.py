@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from diloco.core.config import SyncConfig
-from diloco.core.course import Course
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer
+from diloco.core.rates import Course
 from diloco.engines.base import Connection
 from diloco.engines.local import LocalSwarm
 from diloco.errors import ConfigError

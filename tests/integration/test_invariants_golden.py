@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from diloco.core.config import FaultsConfig, SyncConfig
-from diloco.core.course import Course
-from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov, SGDMomentum
+from diloco.core.rates import Course, LearningRateCurve
 from support.golden import Recorded, in_order_of_arrival, in_rounds, processor, with_joiners
 from support.in_turn import InTurn
 from support.problem import anchors, loss_of

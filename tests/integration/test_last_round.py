@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from diloco.core.config import FaultsConfig, SyncConfig
-from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.merging import Claim, decide
 from diloco.core.outer_optimizers import SGD, Nesterov, OuterOptimizer
+from diloco.core.rates import LearningRateCurve
 from diloco.engines.base import PendingRound
 from diloco.engines.local import LocalEngine, LocalSwarm
 from diloco.engines.rounds import Contribution, RoundKey

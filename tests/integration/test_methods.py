@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from diloco.core.config import FaultsConfig, SyncConfig, refuse_combinations
-from diloco.core.course import Course
-from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.outer_optimizers import Nesterov
+from diloco.core.rates import Course, LearningRateCurve
 from diloco.engines.base import Engine
 from diloco.engines.local import alone
 from diloco.errors import ConfigError

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from diloco.core.course import Course
 from diloco.core.options import option
+from diloco.core.rates import Course
 from diloco.errors import ConfigError
 
 _LONGEST_SECONDS = 86_400.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.core.config import OuterConfig, check_course, check_outer_number
-from diloco.core.course import Course
+from diloco.core.rates import Course
 
 
 @dataclass(frozen=True)

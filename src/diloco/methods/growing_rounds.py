@@ -11,7 +11,7 @@ All of it is a function of the step, so that workers that join or resume know ev
 import math
 from dataclasses import dataclass
 
-from diloco.core.learning_rate import LearningRateCurve
+from diloco.core.rates import LearningRateCurve
 from diloco.errors import ConfigError
 
 

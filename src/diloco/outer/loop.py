@@ -29,9 +29,9 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout
-from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.options import common_values
 from diloco.core.outer_optimizers import OuterOptimizer
+from diloco.core.rates import LearningRateCurve
 from diloco.core.schedule import RoundLengths
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Contribution, Member, Report, RoundKey, RoundResult

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from diloco.core.config import FaultsConfig, SyncConfig
-from diloco.core.course import Course
-from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov
+from diloco.core.rates import Course, LearningRateCurve
 from diloco.engines.base import Engine
 from diloco.engines.rounds import GlobalState
 from diloco.engines.torch_distributed import TorchDistributedEngine

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.core.config import FaultsConfig, OuterConfig, SyncConfig
-from diloco.core.course import Course
-from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.outer_optimizers import SGD, Adam, Nesterov, OuterOptimizer, outer_optimizer
+from diloco.core.rates import Course, LearningRateCurve
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.methods.growing_rounds import GrowingRounds

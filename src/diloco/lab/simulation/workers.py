@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from diloco.core.config import FaultsConfig
-from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.merging import cosines
 from diloco.core.outer_optimizers import outer_optimizer
+from diloco.core.rates import LearningRateCurve
 from diloco.core.schedule import Schedule
 from diloco.engines.local import LocalSwarm
 from diloco.lab.arm import Arm, RoundStatistics

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from diloco.core.config import COARSE_CODECS, FaultsConfig, OuterConfig, SyncConfig, refuse_combinations
-from diloco.core.learning_rate import LearningRateCurve
 from diloco.core.options import Scope, option, scope, scopes
+from diloco.core.rates import LearningRateCurve
 from diloco.core.schedule import Schedule
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError

@@ -1,6 +1,7 @@
-"""The course of the outer learning rate and momentum over a run, as a function of the round's turn alone.
+"""How rates change over a run: the inner learning rate as a function of the step alone, the outer learning rate and
+momentum as a function of the round's turn alone. So all workers know what they were and will be.
 
-Momentum that begins low and rises does not remember the first outer gradients, which point apart (Pier, arXiv
+Outer momentum that begins low and rises does not remember the first outer gradients, which point apart (Pier, arXiv
 2511.17849, warms it up); an outer rate that falls calms the end. The last rounds may be plain means of the workers'
 parameters, which leave no overshooting step as the last one.
 """
@@ -12,8 +13,26 @@ from diloco.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class LearningRateCurve:
+    """The inner learning rate of each step: a linear warm-up to the peak, then a cosine down to a share of it."""
+
+    peak: float
+    total_steps: int
+    warmup_steps: int = 0
+    final_ratio: float = 0.0
+
+    def factor(self, step: int) -> float:
+        """The learning rate of inner step number `step`, counted from 0, as a share of the peak."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return self.final_ratio + (1 - self.final_ratio) * cosine
+
+
+@dataclass(frozen=True)
 class Course:
-    """Numbers of the first and the last rounds; between them the outer optimizer's own hold."""
+    """The outer rate and momentum of the first and the last rounds; between them the outer optimizer's own hold."""
 
     warmup_rounds: int = 0
     """Rounds over which the numbers rise, linearly, from the first ones to the optimizer's own."""
