@@ -126,16 +126,16 @@ def encode_gradient(kernels: Kernels, fragment: Fragment, vector: EncodedVector)
     out = vector.data
     name = vector.codec.name
     largest = torch.zeros(len(out), dtype=torch.int32, device=out.device)
-    given = (kernels.table, kernels.firsts, fragment.anchor, fragment.numel, largest)
+    gradient = (kernels.table, kernels.firsts, fragment.anchor, fragment.numel, largest)
     if name == "fp16":
         _largest_kernel[(len(out) * (part // _BLOCK),)](
-            *given, part // _BLOCK, BLOCK=_BLOCK, ALIGNED=kernels.aligned, **EXACT
+            *gradient, part // _BLOCK, BLOCK=_BLOCK, ALIGNED=kernels.aligned, **EXACT
         )
     grid = _grid(fragment, name)
     sums = torch.empty((grid[0] * grid[1], 2), device=out.device)
     top_scale = INT8_LARGEST_SCALE if name == "int8" else INT4_LARGEST_SCALE
     _encode_kernel[grid](
-        *given, out, sums, part, out.shape[1], FP16_TOP, SMALLEST_SCALE, top_scale,
+        *gradient, out, sums, part, out.shape[1], FP16_TOP, SMALLEST_SCALE, top_scale,
         CODE=_CODES[name], BLOCK=_BLOCK, SIZE=_SIZES[name], ALIGNED=kernels.aligned, **EXACT,
     )  # fmt: skip
     return sums.sum(0, dtype=torch.float64)

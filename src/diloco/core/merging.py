@@ -374,13 +374,13 @@ def leave_one_out(workers: Sequence[int], products: Sequence[float]) -> dict[int
     product_of = dict(zip(combinations_with_replacement(range(count), 2), products, strict=True))
     rows = [[product_of[min(i, j), max(i, j)] for j in range(count)] for i in range(count)]
     whole = sum(map(sum, rows))
-    told = {}
+    agreement = {}
     for i, row in enumerate(rows):
         with_others = sum(row) - row[i]
         size = math.sqrt(max(0.0, row[i])) * math.sqrt(max(0.0, whole - 2 * sum(row) + row[i]))
         if size > 0 and math.isfinite(with_others / size):
-            told[workers[i]] = round(max(-1.0, min(1.0, with_others / size)), 4)
-    return told
+            agreement[workers[i]] = round(max(-1.0, min(1.0, with_others / size)), 4)
+    return agreement
 
 
 def cosines(workers: Sequence[int], products: Sequence[float]) -> list[tuple[int, int, float]]:

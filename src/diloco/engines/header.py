@@ -14,13 +14,13 @@ _MAGIC = b"dlc6"
 _LAST_ROUND = 8
 _FORMAT = struct.Struct(f"<4s qq ddddd 16s16s qqqddddqqq??d {_LAST_ROUND}d")
 HEADER_BYTES = _FORMAT.size
-_MOST_TOLD = 1 << 62
+_LARGEST = 1 << 62
 
 
 def pack(key: RoundKey, contribution: Contribution) -> bytes:
-    """A weight above MAX_WEIGHT_ROUNDS rounds of work is told as that: no more of it counts, and a claim is a lie.
+    """A weight above MAX_WEIGHT_ROUNDS rounds of work is written as that: no more of it counts, and a claim is a lie.
 
-    A number of the report that is not finite is told as nan.
+    A number of the report that is not finite is written as nan.
     """
     *report, last_round_seconds = astuple(contribution.report)
     return _FORMAT.pack(
@@ -56,17 +56,16 @@ class Header:
 
 def unpack(worker: int, data: bytes) -> Header:
     """A received header; refuses bytes that another version wrote."""
-    magic, sequence, fragment, weight, norm, round_weight, work, full_weight, anchor, layout, *told = _FORMAT.unpack(
-        data
-    )
+    values = _FORMAT.unpack(data)
+    magic, sequence, fragment, weight, norm, round_weight, work, full_weight, anchor, layout, *reported = values
     if magic != _MAGIC:
         raise EngineError(
             f"worker {worker} speaks another protocol ({magic!r} instead of {_MAGIC!r}): "
             "run the same version of diloco everywhere"
         )
-    last = tuple(told[-_LAST_ROUND:])
-    told[-_LAST_ROUND:] = [() if isnan(last[0]) else last]
-    report = Report(*told)
+    last = tuple(reported[-_LAST_ROUND:])
+    reported[-_LAST_ROUND:] = [() if isnan(last[0]) else last]
+    report = Report(*reported)
     anchor_digest = anchor.rstrip(b"\0").decode("ascii", "replace")
     claim = Claim(weight, norm, anchor_digest, round_weight, work, full_weight, report.done)
     member = Member(worker, anchor_digest, weight, norm, report)
@@ -75,7 +74,8 @@ def unpack(worker: int, data: bytes) -> Header:
 
 def header_of(worker: int, key: RoundKey, contribution: Contribution) -> Header:
     """The header of a contribution that stays in this process."""
-    report, digest = contribution.report, contribution.anchor_digest
+    report = contribution.report
+    digest = contribution.anchor_digest
     claim = Claim(
         contribution.weight,
         contribution.norm,
@@ -91,11 +91,11 @@ def header_of(worker: int, key: RoundKey, contribution: Contribution) -> Header:
 
 def find_report_fault(report: Report) -> str | None:
     """Name a value that no honest worker reports, if there is one: then nothing of the report can be used."""
-    *told, last_round_seconds = astuple(report)
-    for name, value in zip(Report.__dataclass_fields__, told, strict=False):
+    *values, last_round_seconds = astuple(report)
+    for name, value in zip(Report.__dataclass_fields__, values, strict=False):
         if isinstance(value, float) and isinf(value):
             return f"its report has {name} = {value}"
-        if not isinstance(value, float) and not -1 <= value <= _MOST_TOLD:
+        if not isinstance(value, float) and not -1 <= value <= _LARGEST:
             return f"its report has {name} = {value}"
     if any(isinf(seconds) for seconds in last_round_seconds):
         return "its report has a last round without end"

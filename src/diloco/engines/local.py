@@ -253,8 +253,10 @@ class _LocalPending(PendingRound):
         return RoundFailed(f"round {self.key.sequence}: {reason}", stopping=stopping, resync=resync)
 
     def _result(self, decision: Decision, mean: EncodedVector) -> RoundResult:
-        worker, workers = self.engine.worker, self.engine.workers
-        members = tuple(self.round.headers[w].member for w in range(workers))  # a lost contribution's header is heard
+        worker = self.engine.worker
+        members = tuple(
+            self.round.headers[w].member for w in range(self.engine.workers)
+        )  # a lost contribution's header is heard
         self.engine.heard(members)
         phases = self.round.phases(worker)
         present = [member for member in members if member.worker in self.round.contributions]

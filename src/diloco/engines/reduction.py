@@ -24,7 +24,7 @@ from diloco.codecs.encoded import EncodedVector, scratch
 from diloco.core.config import Merge
 from diloco.core.fragments import span_elements
 from diloco.core.merges import MERGES
-from diloco.core.merging import Decision, inner_products, weighted_mean
+from diloco.core.merging import Decision, inner_products, num_products, weighted_mean
 from diloco.engines.header import HEADER_BYTES
 from diloco.engines.rounds import Comparison, Member, RoundPhases, RoundResult
 
@@ -41,12 +41,6 @@ def run_ends(members: Iterable[Member]) -> bool:
     """Whether a fixed set of workers ends, from a round's headers: one stops early, or all have taken their steps."""
     reports = [member.report for member in members]
     return any(report.stopping for report in reports) or all(report.done for report in reports)
-
-
-def compare_nothing(contributors: int) -> Comparison:
-    """The comparison of no parts, to which others are added."""
-    pairs = combinations_with_replacement(range(contributors), 2)
-    return Comparison(tuple(0.0 for _ in pairs), (0,) * contributors)
 
 
 def reduce_parts(
@@ -75,18 +69,18 @@ def reduce_parts(
     at_once = batch_elements or span_elements(out.device) * 4 // max(4, len(encoded))
     threads = torch.get_num_threads() if out.device.type == "cpu" else 1
     batch = max(1, min(at_once // part, max(-(-len(out) // threads), _LEAST_ELEMENTS // part)))
-    rows = [slice(first, min(first + batch, len(out))) for first in range(0, len(out), batch)]
-    every = -(-len(compare_nothing(len(encoded)).products) // _PRODUCTS_OF_FOUR)
+    batches = [slice(first, min(first + batch, len(out))) for first in range(0, len(out), batch)]
+    every = -(-num_products(len(encoded)) // _PRODUCTS_OF_FOUR)
     reduction = _Reduction(codec, encoded, weights, part, out, scales, merge, squares is not None)
 
-    def reduce(some: slice) -> None:
-        reduction.reduce(some, with_products=len(encoded) > 1 and (first_part + some.start) // batch % every == 0)
+    def reduce(rows: slice) -> None:
+        reduction.reduce(rows, with_products=len(encoded) > 1 and (first_part + rows.start) // batch % every == 0)
 
-    if len(rows) > 1 and out.device.type == "cpu":
-        for_each(reduce, rows)
+    if len(batches) > 1 and out.device.type == "cpu":
+        for_each(reduce, batches)
     else:
-        for some in rows:
-            reduce(some)
+        for rows in batches:
+            reduce(rows)
     if squares is not None:
         squares[:] = [before + more for before, more in zip(squares, reduction.sum_squares(), strict=True)]
     return reduction.comparison()
@@ -112,35 +106,35 @@ class _Reduction:
     replaced: list[Tensor] = field(default_factory=list)
     """For some parts each, in how many of them each contribution counted as the mean of the others."""
 
-    def reduce(self, some: slice, *, with_products: bool) -> None:
+    def reduce(self, rows: slice, *, with_products: bool) -> None:
         """Encode into `out` the mean of these parts."""
         all_at_once = with_products or self.merge != "mean"
-        shape = (some.stop - some.start, self.part)
+        shape = (rows.stop - rows.start, self.part)
         count = len(self.encoded) if all_at_once else min(len(self.encoded), 2)
         terms = [scratch(f"term {index}", shape, self.out.device) for index in range(count)]
-        values = self._decode(some, terms, self.with_squares and not with_products)
+        values = self._decode(rows, terms, self.with_squares and not with_products)
         mean = terms[0]
         if all_at_once:
             values = iter(list(values))
         if with_products:
             sums = inner_products(terms)
-            self.products[some.start] = sums
+            self.products[rows.start] = sums
             if self.with_squares:
                 pairs = zip(combinations_with_replacement(range(count), 2), sums.tolist(), strict=True)
-                self.squares.update({(some.start, i): product for (i, j), product in pairs if i == j})
+                self.squares.update({(rows.start, i): product for (i, j), product in pairs if i == j})
         if self.merge != "mean":
             self.replaced.append(MERGES[self.merge](terms, self.weights, mean, self.scales))
         else:
             weighted_mean(values, self.weights, mean, self.scales)
-        self.codec.for_means.encode(mean, self.out[some])
+        self.codec.for_means.encode(mean, self.out[rows])
 
-    def _decode(self, some: slice, terms: Sequence[Tensor], with_squares: bool) -> Iterator[Tensor]:
+    def _decode(self, rows: slice, terms: Sequence[Tensor], with_squares: bool) -> Iterator[Tensor]:
         """The values of each contribution; with fewer terms than contributions, each takes the last one's memory."""
         for index, data in enumerate(self.encoded):
             term = terms[min(index, len(terms) - 1)]
-            self.codec.decode(data[some], term)
+            self.codec.decode(data[rows], term)
             if with_squares:
-                self.squares[some.start, index] = float(torch.linalg.vector_norm(term)) ** 2
+                self.squares[rows.start, index] = float(torch.linalg.vector_norm(term)) ** 2
             yield term
 
     def sum_squares(self) -> list[float]:
@@ -148,8 +142,9 @@ class _Reduction:
         return [sum(square for (_, i), square in squares if i == index) for index in range(len(self.encoded))]
 
     def comparison(self) -> Comparison:
-        nothing = compare_nothing(len(self.encoded))
-        products, replaced = nothing.products, nothing.replaced
+        empty = Comparison.empty(len(self.encoded))
+        products = empty.products
+        replaced = empty.replaced
         if self.products:
             sums = torch.stack([self.products[row] for row in sorted(self.products)])
             products = tuple(sums.double().sum(0).tolist())
@@ -191,8 +186,10 @@ def waves(vector: EncodedVector, workers: int) -> Iterator[Wave]:
 def traffic(vector: EncodedVector, workers: int, worker: int) -> tuple[int, int]:
     """Bytes that a worker sends and receives for one mean: a reduce-scatter and an all-gather of encoded parts."""
     own = sum(wave.counts[worker] for wave in waves(vector, workers))
-    others, copies = vector.shape[0] - own, own * (workers - 1)  # parts that others reduce; this worker's, for others
-    contribution, mean = vector.shape[1], vector.mean.shape[1]
+    others = vector.shape[0] - own
+    copies = own * (workers - 1)  # of what this worker reduces: every other worker's contribution to it, and its mean
+    contribution = vector.shape[1]
+    mean = vector.mean.shape[1]
     return others * contribution + copies * mean, copies * contribution + others * mean
 
 
@@ -232,15 +229,13 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_pools.clear)  # a child process has none of its parent's threads
 
 
-def for_each(work: Callable[[slice], None], rows: Sequence[slice]) -> None:
-    """Call `work` for all of `rows`, which must not depend on each other; raises the first error."""
-    threads = min(torch.get_num_threads(), len(rows))
-    if threads <= 1:
-        for some in rows:
-            work(some)
+def for_each(work: Callable[[slice], None], batches: Sequence[slice]) -> None:
+    """Call `work` for all batches of rows, which must not depend on each other; raises the first error."""
+    if min(torch.get_num_threads(), len(batches)) <= 1:
+        for rows in batches:
+            work(rows)
         return
-    for done in _pool(torch.get_num_threads()).map(work, rows):
-        assert done is None
+    list(_pool(torch.get_num_threads()).map(work, batches))  # asked for the results, it raises the first error
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:

@@ -120,6 +120,12 @@ class Comparison:
         numbers = [a + b for a, b in zip(self.numbers, other.numbers, strict=True)]
         return Comparison.of_numbers(numbers, len(self.replaced))
 
+    @staticmethod
+    def empty(contributors: int) -> "Comparison":
+        """The comparison of no parts, to which others are added."""
+        pairs = contributors * (contributors + 1) // 2  # each contributor with itself too
+        return Comparison((0.0,) * pairs, (0,) * contributors)
+
     @property
     def numbers(self) -> list[float]:
         """All of it, to be added up."""

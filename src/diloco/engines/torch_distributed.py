@@ -43,7 +43,7 @@ from diloco.engines.base import PendingRound
 from diloco.engines.behind_training import stay_behind_training, threads_behind_training
 from diloco.engines.header import check_same_layout, check_same_round, pack, unpack
 from diloco.engines.process_groups import end_group, new_group
-from diloco.engines.reduction import WAVES_AHEAD, Wave, compare_nothing, reduce_parts, result_of, run_ends, waves
+from diloco.engines.reduction import WAVES_AHEAD, Wave, reduce_parts, result_of, run_ends, waves
 from diloco.engines.rounds import (
     Comparison,
     Contribution,
@@ -131,13 +131,13 @@ class TorchDistributedEngine(FixedEngine):
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
         seconds = min(deadline_seconds, self._timeout_seconds) + contribution.patience_seconds
         posted = time.monotonic()
-        vector = contribution.vector
-        if self.workers == 1 and vector.device.type == "cuda":  # nothing to wait for: kernels in the trainer's stream
-            return _Pending(
-                self._submit(lambda: self._round(key, contribution, None, posted, seconds), seconds, here=True)
-            )
-        encoded = _mark(vector.device)
-        return _Pending(self._submit(lambda: self._round(key, contribution, encoded, posted, seconds), seconds))
+        device = contribution.vector.device
+        alone_on_gpu = self.workers == 1 and device.type == "cuda"  # nothing to wait for: in the trainer's own stream
+        encoded = None if alone_on_gpu else _mark(device)
+        future = self._submit(
+            lambda: self._round(key, contribution, encoded, posted, seconds), seconds, in_this_thread=alone_on_gpu
+        )
+        return _Pending(future)
 
     def members(self) -> tuple[Member, ...]:
         return self._members
@@ -196,8 +196,8 @@ class TorchDistributedEngine(FixedEngine):
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _submit(self, work: Callable[[], T], seconds: float, *, here: bool = False) -> "Future[T]":
-        """Run `work`, which waits `seconds` for the others, in the thread of the rounds, or in this one (`here`)."""
+    def _submit(self, work: Callable[[], T], seconds: float, *, in_this_thread: bool = False) -> "Future[T]":
+        """Run `work`, which waits `seconds` for the others, in the thread of the rounds, or in this one."""
         if self._broken is not None:
             raise self._broken
         if self.closed:
@@ -227,7 +227,7 @@ class TorchDistributedEngine(FixedEngine):
                 traceback.clear_frames(error.__traceback__)  # they hold the process groups
                 future.set_exception(self._broken)
 
-        if here:
+        if in_this_thread:
             job()
         else:
             self._jobs.put(job)
@@ -259,11 +259,11 @@ class TorchDistributedEngine(FixedEngine):
                 stopping=run_ends(self._members),
                 resync=decision.resync,
             )
-        told = compare_nothing(len(decision.contributors))
+        comparison = Comparison.empty(len(decision.contributors))
         phases = RoundPhases(others_seconds=heard - posted)
         if decision.total_weight > 0 and contribution.vector.num_bytes:
             with self._own_stream(contribution.vector.device, encoded):
-                told = self._exchange.average(contribution.vector, decision, deadline)
+                comparison = self._exchange.average(contribution.vector, decision, deadline)
             if self.workers > 1:
                 phases = self._phases(posted, heard)
         return result_of(
@@ -274,7 +274,7 @@ class TorchDistributedEngine(FixedEngine):
             self.worker,
             resync=decision.resync,
             seconds=time.monotonic() - started,
-            comparison=told,
+            comparison=comparison,
             phases=phases,
         )
 
@@ -391,11 +391,11 @@ class WaveExchange:
         Returns the comparison of the contributions in all parts.
         """
         part = vector.layout.part_elements
-        told = compare_nothing(len(decision.contributors))
+        comparison = Comparison.empty(len(decision.contributors))
         if self._workers == 1:  # its mean is its own contribution, encoded once more: nothing leaves the device
             if vector.mean is not vector or not vector.codec.stable:
                 reduce_parts(vector.codec, [vector.data], decision.weights, part, vector.mean.data)
-            return told
+            return comparison
         plan = list(waves(vector, self._workers))
         memory = self._memory(vector, plan)
         ahead = deque(self._scatter(memory, number) for number in range(min(WAVES_AHEAD, len(plan))))
@@ -406,12 +406,12 @@ class WaveExchange:
             _finish_all(arriving, deadline)
             own = wave.rows(self._worker)
             started = time.monotonic()
-            told += memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision)
+            comparison += memory.reduce(own, [(w, contributions[w]) for w in decision.contributors], decision)
             reducing += time.monotonic() - started
             if number + WAVES_AHEAD < len(plan):  # into the inbox that is free now
                 ahead.append(self._scatter(memory, number + WAVES_AHEAD))
             gathers += self._swap([memory.means[own]] * self._workers, wave.split(memory.means), _MEANS)
-        sums = [torch.tensor(told.numbers, dtype=torch.float64) for _ in range(self._workers)]
+        sums = [torch.tensor(comparison.numbers, dtype=torch.float64) for _ in range(self._workers)]
         gathers += self._swap([sums[self._worker].clone()] * self._workers, sums, _COMPARISONS)
         _finish_all(gathers, deadline)
         memory.finish()
@@ -492,9 +492,15 @@ class _Memory(ABC):
     def _reduce(self, rows: slice, parts: Sequence[Tensor], decision: Decision, out: Tensor) -> Comparison:
         codec = self.vector.codec
         part = self.vector.layout.part_elements
-        scales, merge = decision.scales, decision.merge
         return reduce_parts(
-            codec, parts, decision.weights, part, out, scales=scales, merge=merge, first_part=rows.start
+            codec,
+            parts,
+            decision.weights,
+            part,
+            out,
+            scales=decision.scales,
+            merge=decision.merge,
+            first_part=rows.start,
         )
 
     @abstractmethod
@@ -547,9 +553,9 @@ class _PinnedMemory(_Memory):
         device = self.vector.data.device
         parts = [own if w == self._worker else data.to(device, non_blocking=True) for w, data in contributions]
         mean = self.vector.mean.data[rows]
-        told = self._reduce(rows, parts, decision, mean)
+        comparison = self._reduce(rows, parts, decision, mean)
         self._copy_down(mean, self.means[rows]).synchronize()
-        return told
+        return comparison
 
     def finish(self) -> None:
         self.vector.mean.data.copy_(self.means, non_blocking=True)

@@ -100,8 +100,7 @@ class FixedLoop(OuterLoop):
                 yield index
 
     def heard(self, posted: RoundInFlight, result: RoundResult) -> None:
-        told = any(member.report.stopping or member.report.done for member in result.members)
-        if told and run_ends(result.members):
+        if run_ends(result.members):
             self._save_before_cut(posted)
             self._end_after(posted)
         if result.resync:

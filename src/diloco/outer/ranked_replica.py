@@ -98,8 +98,8 @@ class RankedReplica(Replica):
         """
         self.average_buffers(self.groups[index].names)
         own = 0.0 if dropped else math.hypot(*(lane.encode(index, turn) for lane in self.lanes))
-        told = self.engine.ranks.gather_numbers(own, report.stopping, report.done, report.step_seconds)
-        norms, stopping, done, seconds = zip(*told, strict=True)
+        by_rank = self.engine.ranks.gather_numbers(own, report.stopping, report.done, report.step_seconds)
+        norms, stopping, done, seconds = zip(*by_rank, strict=True)
         return math.hypot(*norms), replace(
             report, stopping=any(stopping), done=all(done), step_seconds=max(map(float, seconds))
         )
@@ -126,16 +126,16 @@ class RankedReplica(Replica):
 
     def update_digests(self) -> None:
         """The worker's digest of each fragment: a hash of its lanes' digests in lane order, the same on all ranks."""
-        own = [[NO_DIGEST] * self._num_lanes for _ in self.groups]
-        for lane in self.lanes:
-            for row, digest in zip(own, lane.digests, strict=True):
-                row[lane.number] = digest
-        told = self.engine.ranks.gather("".join("".join(row) for row in own).encode())
+        lanes = range(self._num_lanes)
+        mine = {lane.number: lane for lane in self.lanes}
+        own = [mine[n].digests[index] if n in mine else NO_DIGEST for index in range(len(self.groups)) for n in lanes]
+        by_rank = self.engine.ranks.gather("".join(own).encode())
         for index in range(len(self.groups)):
-            cells = range(index * self._num_lanes, (index + 1) * self._num_lanes)
-            lanes = [max(rank[16 * cell : 16 * cell + 16].decode() for rank in told) for cell in cells]
-            joined = hashlib.sha256("".join(lanes).encode()).hexdigest()[:16]
-            self.digests[index] = lanes[0] if self._num_lanes == 1 else joined
+            cells = [index * self._num_lanes + number for number in lanes]
+            # NO_DIGEST, of a rank that is not in the lane, is the lowest.
+            by_lane = [max(rank[16 * cell : 16 * cell + 16].decode() for rank in by_rank) for cell in cells]
+            joined = hashlib.sha256("".join(by_lane).encode()).hexdigest()[:16]
+            self.digests[index] = by_lane[0] if self._num_lanes == 1 else joined
 
     def average_buffers(self, names: Iterable[str]) -> None:
         for name in names:

@@ -293,8 +293,8 @@ def saved_rounds(rounds: Sequence[RoundInFlight], state: OuterState) -> tuple[di
     """Settled rounds as tensors and numbers."""
     tensors: dict[str, TensorPieces] = {}
     numbers = [_to_numbers(posted) for posted in rounds]
-    for posted, told in zip(rounds, numbers, strict=True):
-        if _has_mean(told):
+    for posted, saved in zip(rounds, numbers, strict=True):
+        if _has_mean(saved):
             tensors |= _mean_pieces(posted.key, _decoded_means(posted, state), state)
     return tensors, numbers
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from diloco.codecs.encoded import scratch
 from diloco.codecs.registry import codec
-from diloco.engines.reduction import compare_nothing, reduce_parts
+from diloco.engines.reduction import reduce_parts
 from diloco.engines.rounds import Comparison
 from diloco.memory import blank
 from diloco.swarm.audit import directions, merkle
@@ -114,7 +114,7 @@ class Transfer:
         self._committed = CommittedParts(plan, transport.peer, self._mine, posted)
         self._arrived = {peer: len(self._mine) if peer == transport.peer else 0 for peer in self._parts}
         self._norms = NormCheck(plan, self._codec)
-        self._own_comparison = self._others_comparison = compare_nothing(len(plan.contributors))
+        self._own_comparison = self._others_comparison = Comparison.empty(len(plan.contributors))
         self._reduced = 0
         self._signatures = RangeSignatures(plan, posted.num_parts, self._mean_width, notary)
         self._notary = notary
