@@ -34,7 +34,7 @@ from diloco.methods.growing_rounds import GrowingRounds
 from diloco.methods.registry import chosen_methods
 from diloco.methods.warm_start import WarmStart
 from diloco.outer.arguments import (
-    Given,
+    Arguments,
     check_model_inner_engine,
     check_replicas,
     chosen_outer,
@@ -174,20 +174,20 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         faults = faults or NO_FAULTS
         outer = chosen_outer(outer)
-        refuse_arguments(Given(sync, engine, outer, learning_rates is not None, restoring, faults))
+        refuse_arguments(Arguments(sync, engine, outer, learning_rates is not None, restoring, faults))
         tensors = model_tensors(model, inner, send_frozen=send_frozen)
         kind: type[OuterLoop] = ElasticLoop if engine.elastic else FixedLoop
-        held = outer
+        applied = outer
         if sync.asynchronous:
             kind = AsynchronousLoop
             engine, outer = asynchronous_parts(engine, outer, sync)
-            held = outer if engine.worker == 0 else SGD(lr=1.0)  # the others take over what worker 0 answers
+            applied = outer if engine.worker == 0 else SGD(lr=1.0)  # the others take over what worker 0 answers
         growth = GrowingRounds(sync.growth, learning_rates) if sync.growth and learning_rates else None
         self.loop = kind(
             tensors,
             engine,
             sync,
-            held,
+            applied,
             inner=inner,
             weight=weight,
             common=(outer, identity, faults),

@@ -12,7 +12,7 @@ from diloco.core.rates import Course
 from diloco.engines.base import Connection
 from diloco.engines.local import LocalSwarm
 from diloco.errors import ConfigError
-from diloco.outer.arguments import REFUSED_ARGUMENTS, Given, RefusedArguments, refuse_arguments
+from diloco.outer.arguments import REFUSED_ARGUMENTS, Arguments, RefusedArguments, refuse_arguments
 from support.elastic import ElasticSwarm
 
 
@@ -26,33 +26,45 @@ class Ranked:
     ranks: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(count=2))
 
 
-def given(
+def arguments(
     sync: SyncConfig | None = None, *, engine: Any = None, outer: OuterOptimizer | None = None, **more: Any
-) -> Given:
+) -> Arguments:
     connection = LocalSwarm(2).engines()[0] if engine is None else engine
-    return Given(sync or SyncConfig(), cast(Connection, connection), outer or Nesterov(), **more)
+    return Arguments(sync or SyncConfig(), cast(Connection, connection), outer or Nesterov(), **more)
 
 
 ASYNCHRONOUS = SyncConfig(asynchronous=True)
-EXAMPLES: dict[tuple[str, str], tuple[Given, Given]] = {
+EXAMPLES: dict[tuple[str, str], tuple[Arguments, Arguments]] = {
     ("sync.merge", "engine"): (
-        given(SyncConfig(merge="clipped")),
-        given(SyncConfig(merge="clipped"), engine=LocalSwarm(4).engines()[0]),
+        arguments(SyncConfig(merge="clipped")),
+        arguments(SyncConfig(merge="clipped"), engine=LocalSwarm(4).engines()[0]),
     ),
-    ("sync.asynchronous", "engine"): (given(ASYNCHRONOUS, engine=ElasticSwarm().engine(0)), given(ASYNCHRONOUS)),
-    ("sync.asynchronous", "outer"): (given(ASYNCHRONOUS, outer=SGD()), given(ASYNCHRONOUS, outer=Nesterov(0.5, 0.5))),
+    ("sync.asynchronous", "engine"): (
+        arguments(ASYNCHRONOUS, engine=ElasticSwarm().engine(0)),
+        arguments(ASYNCHRONOUS),
+    ),
+    ("sync.asynchronous", "outer"): (
+        arguments(ASYNCHRONOUS, outer=SGD()),
+        arguments(ASYNCHRONOUS, outer=Nesterov(0.5, 0.5)),
+    ),
     ("sync.growth", "learning_rates"): (
-        given(SyncConfig(growth=0.1)),
-        given(SyncConfig(growth=0.1), has_learning_rates=True),
+        arguments(SyncConfig(growth=0.1)),
+        arguments(SyncConfig(growth=0.1), has_learning_rates=True),
     ),
-    ("learning_rates", "sync.growth"): (given(has_learning_rates=True), given()),
+    ("learning_rates", "sync.growth"): (arguments(has_learning_rates=True), arguments()),
     ("sync.second_moment_every", "engine"): (
-        given(SyncConfig(second_moment_every=2), engine=Ranked()),
-        given(SyncConfig(second_moment_every=2)),
+        arguments(SyncConfig(second_moment_every=2), engine=Ranked()),
+        arguments(SyncConfig(second_moment_every=2)),
     ),
-    ("sync.warm_start", "engine"): (given(SyncConfig(warm_start=5), engine=Ranked()), given(SyncConfig(warm_start=5))),
-    ("ranks", "engine"): (given(engine=Ranked(elastic=True, sizes=(1,))), given(engine=ElasticSwarm().engine(0))),
-    ("restoring", "engine"): (given(engine=ElasticSwarm().engine(0), restoring=True), given(restoring=True)),
+    ("sync.warm_start", "engine"): (
+        arguments(SyncConfig(warm_start=5), engine=Ranked()),
+        arguments(SyncConfig(warm_start=5)),
+    ),
+    ("ranks", "engine"): (
+        arguments(engine=Ranked(elastic=True, sizes=(1,))),
+        arguments(engine=ElasticSwarm().engine(0)),
+    ),
+    ("restoring", "engine"): (arguments(engine=ElasticSwarm().engine(0), restoring=True), arguments(restoring=True)),
 }
 """What a row refuses, and nearly the same, which is accepted."""
 
@@ -64,7 +76,7 @@ def test_a_row_refuses_its_example_with_the_remedy_and_accepts_what_is_nearly_th
     with pytest.raises(ConfigError) as refusal:
         refuse_arguments(refused)
     said = str(refusal.value)
-    assert said == row.message.format(given=refused) and "{" not in said and len(said) > 60
+    assert said == row.text(refused) and "{" not in said and len(said) > 60
     assert any(remedy in said for remedy in ("leave it out", "leave outer out", "give", "use", "train these"))
     refuse_arguments(accepted)
 
@@ -72,4 +84,4 @@ def test_a_row_refuses_its_example_with_the_remedy_and_accepts_what_is_nearly_th
 def test_a_course_is_no_outer_optimizer_for_asynchronous_workers_either() -> None:
     course = Nesterov(course=Course(2, start_momentum=0.1))
     with pytest.raises(ConfigError, match="with constant numbers"):
-        refuse_arguments(replace(given(ASYNCHRONOUS), outer=course))
+        refuse_arguments(replace(arguments(ASYNCHRONOUS), outer=course))

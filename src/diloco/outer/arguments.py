@@ -116,8 +116,8 @@ def chosen_outer(outer: object) -> OuterOptimizer:
 
 
 @dataclass(frozen=True)
-class Given:
-    """The arguments that DiLoCo was given, as far as one must fit another."""
+class Arguments:
+    """The arguments of a DiLoCo, as far as one must fit another."""
 
     sync: SyncConfig
     engine: Connection
@@ -126,79 +126,82 @@ class Given:
     restoring: bool = False
     faults: FaultsConfig = NO_FAULTS
 
-    @property
-    def outer_words(self) -> str:
-        return described(self.outer)
-
-    @property
-    def fewest_to_merge(self) -> int:
-        return FEWEST_TO_MERGE[self.sync.merge]
-
 
 @dataclass(frozen=True)
 class RefusedArguments:
     """Arguments that are each valid and do not fit each other; what of them is in SyncConfig alone is in its table."""
 
     names: tuple[str, str]
-    applies: Callable[[Given], bool]
+    applies: Callable[[Arguments], bool]
     message: str
-    """Why, and what to do; {given.sync.growth} is replaced by that value."""
+    """Why, and what to do; {sync.growth} is replaced by that value."""
+
+    def text(self, arguments: Arguments) -> str:
+        return self.message.format(
+            sync=arguments.sync,
+            engine=arguments.engine,
+            outer=described(arguments.outer),
+            fewest_to_merge=FEWEST_TO_MERGE[arguments.sync.merge],
+        )
 
 
 REFUSED_ARGUMENTS: tuple[RefusedArguments, ...] = (
     RefusedArguments(
         ("sync.merge", "engine"),
-        lambda given: (
-            not given.engine.elastic and given.sync.merge != "mean" and given.engine.workers < given.fewest_to_merge
+        lambda arguments: (
+            not arguments.engine.elastic
+            and arguments.sync.merge != "mean"
+            and arguments.engine.workers < FEWEST_TO_MERGE[arguments.sync.merge]
         ),
-        "sync.merge = {given.sync.merge} with {given.engine.workers} workers: among fewer than {given.fewest_to_merge} "
+        "sync.merge = {sync.merge} with {engine.workers} workers: among fewer than {fewest_to_merge} "
         "no contribution can be told from the others; leave it out",
     ),
     RefusedArguments(
         ("sync.asynchronous", "engine"),
-        lambda given: given.sync.asynchronous and not isinstance(given.engine, FixedEngine),
+        lambda arguments: arguments.sync.asynchronous and not isinstance(arguments.engine, FixedEngine),
         "sync.asynchronous = true is for a fixed set of workers of one rank, over the local engine or "
         "torch.distributed, where worker 0 holds the anchor; a swarm has no such worker, and its members are not "
         "waited for longer than patience allows: leave it out there",
     ),
     RefusedArguments(
         ("sync.asynchronous", "outer"),
-        lambda given: (
-            given.sync.asynchronous and (not isinstance(given.outer, Nesterov) or given.outer.course is not None)
+        lambda arguments: (
+            arguments.sync.asynchronous
+            and (not isinstance(arguments.outer, Nesterov) or arguments.outer.course is not None)
         ),
         "sync.asynchronous = true needs the outer optimizer 'nesterov' with constant numbers, whose momentum is "
-        "delayed, and outer is {given.outer_words}: leave outer out, or give diloco.Nesterov(lr=..., momentum=...)",
+        "delayed, and outer is {outer}: leave outer out, or give diloco.Nesterov(lr=..., momentum=...)",
     ),
     RefusedArguments(
         ("sync.growth", "learning_rates"),
-        lambda given: given.sync.growth is not None and not given.has_learning_rates,
-        "sync.growth = {given.sync.growth} makes rounds longer as the inner learning rate falls, which all workers "
+        lambda arguments: arguments.sync.growth is not None and not arguments.has_learning_rates,
+        "sync.growth = {sync.growth} makes rounds longer as the inner learning rate falls, which all workers "
         "must know in advance: give DiLoCo learning_rates=diloco.LearningRateCurve(peak=..., total_steps=...)",
     ),
     RefusedArguments(
         ("learning_rates", "sync.growth"),
-        lambda given: given.sync.growth is None and given.has_learning_rates,
+        lambda arguments: arguments.sync.growth is None and arguments.has_learning_rates,
         "learning_rates has no effect without sync.growth: leave it out, or give that too",
     ),
     RefusedArguments(
         ("sync.second_moment_every", "engine"),
-        lambda given: given.sync.second_moment_every is not None and set(given.engine.sizes) != {1},
-        "sync.second_moment_every = {given.sync.second_moment_every} is for workers of one rank: leave it out",
+        lambda arguments: arguments.sync.second_moment_every is not None and set(arguments.engine.sizes) != {1},
+        "sync.second_moment_every = {sync.second_moment_every} is for workers of one rank: leave it out",
     ),
     RefusedArguments(
         ("sync.warm_start", "engine"),
-        lambda given: given.sync.warm_start > 0 and set(given.engine.sizes) != {1},
-        "sync.warm_start = {given.sync.warm_start} is for workers of one rank, and these have several: train these "
+        lambda arguments: arguments.sync.warm_start > 0 and set(arguments.engine.sizes) != {1},
+        "sync.warm_start = {sync.warm_start} is for workers of one rank, and these have several: train these "
         "steps with --ranks 1, and begin the run with the model that they give",
     ),
     RefusedArguments(
         ("ranks", "engine"),
-        lambda given: given.engine.elastic and given.engine.ranks.count > 1,
-        "a worker of {given.engine.ranks.count} ranks cannot be in a swarm whose workers come and go: use ranks = 1",
+        lambda arguments: arguments.engine.elastic and arguments.engine.ranks.count > 1,
+        "a worker of {engine.ranks.count} ranks cannot be in a swarm whose workers come and go: use ranks = 1",
     ),
     RefusedArguments(
         ("restoring", "engine"),
-        lambda given: given.engine.elastic and given.restoring,
+        lambda arguments: arguments.engine.elastic and arguments.restoring,
         "restoring = True has no effect in a swarm, where a worker always asks the others for their state: leave it "
         "out",
     ),
@@ -206,12 +209,12 @@ REFUSED_ARGUMENTS: tuple[RefusedArguments, ...] = (
 """All arguments that are refused together, in the order in which they are looked for."""
 
 
-def refuse_arguments(given: Given) -> None:
+def refuse_arguments(arguments: Arguments) -> None:
     """Raises ConfigError for the first row of REFUSED_ARGUMENTS or REFUSED_COMBINATIONS that these arguments match."""
     for refused in REFUSED_ARGUMENTS:
-        if refused.applies(given):
-            raise ConfigError(refused.message.format(given=given))
-    refuse_combinations(given.sync, given.faults)
+        if refused.applies(arguments):
+            raise ConfigError(refused.text(arguments))
+    refuse_combinations(arguments.sync, arguments.faults)
 
 
 def described(value: object) -> str:
