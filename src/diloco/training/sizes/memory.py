@@ -19,7 +19,6 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.fragments import PartLayout, assign
 from diloco.core.lanes import Shape, shard_bounds
-from diloco.engines.reduction import WAVES_AHEAD, waves
 from diloco.methods.second_moments import moments_codec
 from diloco.models.base import LanguageModel
 from diloco.models.native.config import ModelConfig
@@ -29,7 +28,7 @@ from diloco.models.registry import model_outline
 from diloco.training.compute import SHORT_TYPES, WORTH_COMPILING
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import is_hidden_matrix
-from diloco.training.sizes.room import OUTER_STATES, eager_copies
+from diloco.training.sizes.room import kept_copies
 
 ACTIVATIONS = "activations, estimated"
 OF_WORKER_0 = "anchor that all workers move, of worker 0 alone"
@@ -123,45 +122,30 @@ def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement,
     whole_gradient = encoded + copy * (1 if lossless else 2)  # encoded and decoded as a whole
     if config.mode == "data-parallel":
         return [Held("encoded and decoded gradient", whole_gradient)]
+    kept = {name: copy * copies for name, copies in kept_copies(config).items()}
+    rows = [Held(name, size, "anchors") for name, size in kept.items()]
     if sync.asynchronous:  # engines/asynchronous.py
         return [
-            Held("anchor", copy, "anchors"),
+            *rows,
             Held("encoded outer gradient", encoded),
             Held("anchor that arrives, and the way to it", 3 * copy),
             Held(OF_WORKER_0, 6 * copy + encoded * place.workers),  # where it is, is saved, and what arrives for it
         ]
-    feedback = copy if sync.feedback_decay is not None else 0
-    rows = [
-        Held("anchor", copy, "anchors"),
-        Held("outer optimizer", copy * OUTER_STATES[config.outer.optimizer], "anchors"),
-        Held("starts of eager updates", copy * eager_copies(config), "anchors"),
-        Held("error feedback", feedback, "anchors"),
-    ]
     if not place.alone or swarm or not lossless or not sync.merges_at_once or sync.prune is not None:
         rows += [
             Held("encoded outer gradient", encoded, when="rounds"),
-            Held("error feedback of the round in flight", feedback, when="rounds"),
+            Held("error feedback of the round in flight", kept["error feedback"], when="rounds"),
         ]
         if sync.overlap_steps and not place.cuda and place.ranks == 1:  # outer/background.py
             largest = max(vector.layout.numel for vector in vectors)
             rows.append(Held("parameters and anchor of the round in flight", 2 * _FP32 * largest))
         if swarm:
             rows.append(Held("shared with the network process", 2 * encoded))
-        elif not place.alone:
-            arriving = max(_inbox_bytes(vector, place.workers) for vector in vectors)
-            rows.append(Held("arriving outer gradients", arriving, when="rounds"))
         if moments:
             rows.append(Held("second moments, decoded", _FP32 * moments[0].layout.numel, when="rounds"))
         if sync.warm_start and not place.alone and not swarm:  # as in data-parallel training
             rows.append(Held("encoded and decoded gradient of the warm start", whole_gradient))
     return [row for row in rows if row.bytes]
-
-
-def _inbox_bytes(vector: EncodedVector, workers: int) -> int:
-    """Return the bytes of some waves of the others' contributions to what this worker reduces
-    (engines/torch_distributed.py)."""
-    plan = list(waves(vector, workers))
-    return min(WAVES_AHEAD, len(plan)) * (workers - 1) * max(plan[0].counts) * vector.shape[1] if plan else 0
 
 
 def network_memory(config: RunConfig, shapes: Mapping[str, Shape], base: int) -> dict[str, int]:

@@ -41,25 +41,32 @@ class DiskUse:
         return self.checkpoint_bytes * self.checkpoints + self.model_bytes
 
 
+def kept_copies(config: RunConfig) -> dict[str, int]:
+    """Return what a worker keeps from one round to the next for averaging, in copies of its trained parameters."""
+    if config.mode != "diloco":
+        return {}
+    if config.sync.asynchronous:  # the outer optimizer is worker 0's, in `anchor_copies`
+        return {"anchor": 1}
+    states = OUTER_STATES[config.outer.optimizer]
+    own_shares = {"none": 0, "delayed": 1, "eager": 1 + states}  # a worker's start, and the momentum of its own shares
+    return {
+        "anchor": 1,
+        "outer optimizer": states,
+        "starts of eager updates": own_shares[config.sync.outer_overlap],
+        "error feedback": int(config.sync.feedback_decay is not None),
+    }
+
+
 def saved_copies(config: RunConfig) -> int:
-    """Return how many fp32 copies of the parameters a worker's checkpoint holds at most: parameters, moments, anchor,
-    outer state, error feedback, starts of eager updates, and the means of rounds that travel when it is saved."""
-    sync = config.sync
-    states = 0 if config.sync.asynchronous else OUTER_STATES[config.outer.optimizer]
-    outer = 1 + states + (sync.feedback_decay is not None) + eager_copies(config)
-    in_flight = sync.outer_overlap != "none" or sync.overlap_steps > 0  # of fragments: at most all of them
-    return 1 + _INNER_STATES + (outer + in_flight if config.mode == "diloco" else 0)
+    """Return how many fp32 copies of the parameters a worker's checkpoint holds at most: parameters, moments, what is
+    kept for averaging, and the means of rounds that travel when it is saved."""
+    in_flight = config.sync.outer_overlap != "none" or config.sync.overlap_steps > 0  # of fragments: at most all
+    return 1 + _INNER_STATES + sum(kept_copies(config).values()) + (config.mode == "diloco" and in_flight)
 
 
 def anchor_copies(config: RunConfig) -> int:
     """Copies that worker 0 of asynchronous workers saves besides: the anchor that all move, and its two buffers."""
     return 3 if config.mode == "diloco" and config.sync.asynchronous else 0
-
-
-def eager_copies(config: RunConfig) -> int:
-    """Copies that eager updates need: a worker's start, and the momentum of its own shares."""
-    own = {"none": 0, "delayed": 1, "eager": 1 + OUTER_STATES[config.outer.optimizer]}
-    return own[config.sync.outer_overlap]
 
 
 def disk_use(
