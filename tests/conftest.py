@@ -37,6 +37,12 @@ def one_cpu_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def plain_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that starts the command line in this process remembers how: the next test shall not see it."""
+    monkeypatch.setenv("DILOCO_COMMAND", "diloco")
+
+
 @pytest.fixture
 def regenerate_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--regenerate-golden"))
