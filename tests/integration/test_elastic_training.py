@@ -9,7 +9,7 @@ import pytest
 
 from diloco.data.corpus import Corpus
 from diloco.errors import EngineError, Excluded, LossNotFinite
-from diloco.history.rounds import TOLD
+from diloco.history.rounds import REPORTED_PHASES
 from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.summary import data_parallel_bytes, summarize
@@ -128,7 +128,7 @@ def _check_that_phases_are_told(swarm: Swarm) -> None:
     known = [one for one in told if one]
     assert known
     for sequence, *seconds in known:
-        expected = [own[int(sequence)][f"{name}_seconds"] for name in TOLD]
+        expected = [own[int(sequence)][f"{name}_seconds"] for name in REPORTED_PHASES]
         assert seconds == [None if one is None else pytest.approx(one, abs=1e-4) for one in expected]
 
 

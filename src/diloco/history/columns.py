@@ -7,42 +7,45 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.history.events import LARGEST
+
 Numbers = NDArray[np.float64]
-_LARGEST = 1 << 60
 
 
 class Columns:
-    """Rows of floats, one column a name; a value that is no number is nan. The first column never decreases."""
+    """A table of floats over time: the column `time`, which never decreases, and one for each name.
+
+    A value that is no number is nan.
+    """
 
     def __init__(self, *names: str) -> None:
-        self.names = names
-        self._columns = {name: array("d") for name in names}
+        self.names = ("time", *names)
+        self._columns = {name: array("d") for name in self.names}
 
     def __len__(self) -> int:
-        return len(self._columns[self.names[0]])
+        return len(self._columns["time"])
 
     def append(self, values: Mapping[str, object]) -> None:
+        """Add a row; a column that `values` does not name gets nan."""
         for name, column in self._columns.items():
             value = values.get(name)
-            column.append(value if type(value) is float and -_LARGEST < value < _LARGEST else number(value))
-        before = self._columns[self.names[0]]
-        if len(before) > 1 and before[-1] < before[-2]:  # clocks of several processes
-            before[-1] = before[-2]
+            column.append(value if type(value) is float and -LARGEST < value < LARGEST else number(value))
+        times = self._columns["time"]
+        if len(times) > 1 and times[-1] < times[-2]:  # clocks of several processes
+            times[-1] = times[-2]
 
-    def until(self, first: float | None) -> "dict[str, Numbers]":
-        """The rows whose first column is at most `first`, as copies."""
+    def until(self, time: float | None) -> "dict[str, Numbers]":
+        """The rows up to a time (None: all of them), as copies."""
         columns = {name: np.array(column, dtype=np.float64) for name, column in self._columns.items()}
-        if first is None:
+        if time is None:
             return columns
-        count = int(np.searchsorted(columns[self.names[0]], first, side="right"))
+        count = int(np.searchsorted(columns["time"], time, side="right"))
         return {name: column[:count] for name, column in columns.items()}
 
-    def last(self, name: str, first: float | None = None) -> float | None:
-        """The last number in a column, of the rows whose first column is at most `first`."""
+    def last(self, name: str, time: float | None = None) -> float | None:
+        """The last number of a column in the rows up to a time (None: in all of them)."""
         column = self._columns[name]
-        count = len(column)
-        if first is not None:
-            count = bisect_right(self._columns[self.names[0]], first)
+        count = len(column) if time is None else bisect_right(self._columns["time"], time)
         return None if not count or np.isnan(column[count - 1]) else column[count - 1]
 
     def row(self, index: int) -> dict[str, float | None]:
@@ -60,7 +63,7 @@ class Columns:
 
 def number(value: object) -> float:
     """The value as a float; nan if it is no number, or larger than anything that a run counts."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         return float("nan")
     return float(value)
 

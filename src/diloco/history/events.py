@@ -19,6 +19,8 @@ EVENTS_VERSION = 1
 LARGEST = 1 << 60
 """The largest number that a reader accepts: a larger one is damaged or made up."""
 _EVERY_LINE = ("v", "time", "worker", "type")
+_EVERY_EVENT = ("time", "worker", "extra")
+"""The fields of Event: those that are not of an event's own type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +73,9 @@ class RoundStatistic:
     """The format of its number in texts."""
     unit: str = ""
     of_each_worker: bool = False
-    """Every worker measures its own; the round has that of the last worker that told it."""
+    """Every worker measures its own number; the round has that of the last worker that told it."""
     brief: bool = True
-    """Shown where there is place for few: in the live display and the end report."""
+    """The number is shown where there is place for few: in the live display and the end report."""
 
     def text(self, value: float) -> str:
         """The number with its words."""
@@ -81,12 +83,12 @@ class RoundStatistic:
 
 
 def _statistic(label: str, meaning: str, format: str, **more: Any) -> Any:
-    """A number of the round as a whole, None if there is none: a field of ROUND_STATISTICS."""
+    """Declare a field for a number of the round as a whole, which is then in ROUND_STATISTICS; None if unknown."""
     return field(default=None, metadata={"statistic": RoundStatistic(label, meaning, format, **more)})
 
 
 def _sometimes(default: Any = None) -> Any:
-    """A field that is written only if it says something."""
+    """Declare a field that is written only where it has another value than the default."""
     return field(default=default, metadata={"sometimes": True})
 
 
@@ -111,9 +113,9 @@ class SizesEvent(Event):
     @property
     def sizes(self) -> Mapping[str, Any]:
         """The estimate as `diloco train --estimate --json` has it."""
-        return {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("time", "worker", "extra")
-        } | dict(self.extra)
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _EVERY_EVENT} | dict(
+            self.extra
+        )
 
 
 @_event("micro_batches")
@@ -767,13 +769,14 @@ def event_fields(event: Event) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for each in fields(event):
         value = getattr(event, each.name)
-        if each.name in ("time", "worker", "extra") or ("sometimes" in each.metadata and value == each.default):
+        if each.name in _EVERY_EVENT or ("sometimes" in each.metadata and value == each.default):
             continue
         own[each.name] = _plain(value)
     return own | {name: _plain(value) for name, value in event.extra.items()}
 
 
 def _plain(value: object) -> object:
+    """Return a value as JSON has it: lists and tables instead of tuples and dataclasses."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -796,17 +799,17 @@ def read_event(line: Mapping[str, Any]) -> Event:
     problem = None
     if kind is not None:
         try:
-            return _read(kind, line, line["time"], line["worker"])
+            return _read(kind, line)
         except ValueError as error:
             problem = str(error)
     rest = {key: value for key, value in line.items() if key not in _EVERY_LINE}
     return UnknownEvent(time=line["time"], worker=line["worker"], name=name, problem=problem, extra=rest)
 
 
-def _read(kind: type[E], line: Mapping[str, Any], time: float, worker: int) -> E:
+def _read(kind: type[E], line: Mapping[str, Any]) -> E:
     values = _values(kind, line)
-    values["time"] = time
-    values["worker"] = worker
+    values["time"] = line["time"]
+    values["worker"] = line["worker"]
     event = kind.__new__(kind)
     event.__dict__.update(values)  # as the generated __init__ does, which is several times as slow
     return event
@@ -849,8 +852,8 @@ _READERS: dict[type, list[tuple[str, _Reader, Any]]] = {}
 def _readers_of(kind: Any) -> list[tuple[str, _Reader, Any]]:
     """Return for each field of a class its name, its reader, and its value where a line has none."""
     hints = get_type_hints(kind)
-    given = ("time", "worker", "extra") if issubclass(kind, Event) else ("extra",)
-    own = [each for each in fields(kind) if each.name not in given]
+    others = _EVERY_EVENT if issubclass(kind, Event) else ("extra",)
+    own = [each for each in fields(kind) if each.name not in others]
     _READERS[kind] = [(each.name, _reader(hints[each.name]), _default(each)) for each in own]
     return _READERS[kind]
 

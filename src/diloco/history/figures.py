@@ -14,13 +14,14 @@ import numpy as np
 from diloco.history.columns import finite
 from diloco.history.events import ROUND_STATISTICS
 from diloco.history.members import GONE, MemberHistory
-from diloco.history.rounds import RoundHistory, contributed, usual_workers
+from diloco.history.rounds import RoundHistory, last_contributions, mean_contributions
 from diloco.history.run_history import RunHistory
 from diloco.history.workers import DOING, WorkerHistory
 
-_AMISS = ("lost", "banned", "excluded", "failed")
-_USUAL = 5  # a straggler was the last in a fifth of the rounds
+_LOST = ("lost", "banned", "excluded", "failed")
 _LATEST_ROUNDS = 100
+_STRAGGLER_SHARE = 5
+"""A straggler was the last in one of so many of the latest rounds, or more often."""
 
 
 def data_parallel_bytes(parameters: int, steps: int, workers: int) -> int:
@@ -115,7 +116,9 @@ class Straggler:
 
     worker: int
     rounds: int
+    """The rounds in which they waited for it."""
     of: int
+    """The number of the latest rounds."""
 
 
 class RunFigures:
@@ -125,7 +128,7 @@ class RunFigures:
         self.history = history
         self.until = until
         self.elastic = history.elastic if elastic is None else elastic
-        """A swarm's run, in which positions jump."""
+        """The run is a swarm's, in which the positions of workers jump."""
 
     @cached_property
     def rounds(self) -> list[RoundHistory]:
@@ -137,16 +140,17 @@ class RunFigures:
     @property
     def workers(self) -> list[WorkerFigures]:
         """The workers that are known by then."""
-        return self._states[0]
+        return self._workers_and_members[0]
 
     @property
     def members(self) -> list[MemberFigures]:
         """The members of a swarm that are known by then."""
-        return self._states[1]
+        return self._workers_and_members[1]
 
     @cached_property
-    def _states(self) -> tuple[list[WorkerFigures], list[MemberFigures]]:
-        """Workers and members. A worker that is a member too has one state: its own if it is here, else the swarm's."""
+    def _workers_and_members(self) -> tuple[list[WorkerFigures], list[MemberFigures]]:
+        """Workers and members. A worker that is a member too has one state: if it is a worker of this machine the one
+        that its own log tells, else the one that the swarm tells."""
         workers = self._all_workers()
         return workers, self._all_members({worker.number: worker for worker in workers})
 
@@ -161,10 +165,11 @@ class RunFigures:
         return workers
 
     def _all_members(self, workers: Mapping[int, WorkerFigures]) -> list[MemberFigures]:
-        last_rounds = self.history.rounds.contributed if self.until is None else contributed(self.rounds)
+        rounds = self.history.rounds
+        last_rounds = rounds.last_contributions if self.until is None else last_contributions(self.rounds)
         members = []
         for number, history in sorted(self.history.members.by_number.items()):
-            member = _member(number, history, self.until)
+            member = _member_figures(number, history, self.until)
             if member is None:
                 continue
             if number in last_rounds:  # members are listed every ten seconds only
@@ -191,7 +196,7 @@ class RunFigures:
     def running(self) -> list[WorkerFigures]:
         """The workers that train; of an ended run those that ended well."""
         active = [worker for worker in self.workers if worker.active]
-        return active or [worker for worker in self.workers if worker.state not in _AMISS]
+        return active or [worker for worker in self.workers if worker.state not in _LOST]
 
     @property
     def doing(self) -> str | None:
@@ -274,8 +279,8 @@ class RunFigures:
     def perplexities(self) -> list[tuple[int, float]]:
         """Every validation that gave a number, with its step."""
         values = self.history.validations.until(self.until)
-        pairs = zip(values["step"], values["perplexity"], strict=True)
-        return [(int(step), float(perplexity)) for step, perplexity in pairs if perplexity == perplexity]
+        rows = zip(values["step"], values["perplexity"], strict=True)
+        return [(int(step), float(perplexity)) for step, perplexity in rows if not np.isnan(perplexity)]
 
     # Rounds
 
@@ -288,13 +293,11 @@ class RunFigures:
 
     @property
     def failed_rounds(self) -> int:
-        """Rounds that gave a worker of this machine no mean; a round can be merged and failed."""
-        ends = [worker.history.ended for worker in self.workers if worker.local and self.until is None]
-        if self.until is None:
-            failed = len(self.history.rounds.failed)
-        else:
-            failed = sum(round_.failure is not None for round_ in self.rounds)
-        return max([failed, *(ended.rounds_failed for ended in ends if ended is not None)])
+        """Rounds that gave a worker of this machine no mean; a round may have given one to another worker."""
+        if self.until is not None:
+            return sum(round_.failure is not None for round_ in self.rounds)
+        ends = [worker.history.ended for worker in self.workers if worker.local]
+        return max([len(self.history.rounds.failed), *(ended.rounds_failed for ended in ends if ended is not None)])
 
     @property
     def refused(self) -> int:
@@ -313,8 +316,8 @@ class RunFigures:
     @property
     def mean_statistics(self) -> dict[str, float]:
         """The mean over the merged rounds of each of ROUND_STATISTICS; without those that no round has."""
-        told = {name: [round_.statistics[name] for round_ in self.rounds if round_.merged] for name in ROUND_STATISTICS}
-        means = {name: _mean(values) for name, values in told.items()}
+        merged = [round_ for round_ in self.rounds if round_.merged]
+        means = {name: _mean([round_.statistics[name] for round_ in merged]) for name in ROUND_STATISTICS}
         return {name: mean for name, mean in means.items() if mean is not None}
 
     @property
@@ -325,8 +328,8 @@ class RunFigures:
         if not stragglers:
             return None
         worker = statistics.mode(stragglers)
-        often = stragglers.count(worker)
-        return Straggler(worker, often, len(latest)) if often * _USUAL >= len(latest) else None
+        times = stragglers.count(worker)
+        return Straggler(worker, times, len(latest)) if times * _STRAGGLER_SHARE >= len(latest) else None
 
     # Bytes
 
@@ -338,10 +341,10 @@ class RunFigures:
     @cached_property
     def usual_workers(self) -> int:
         """The workers that a data-parallel run would have had: all, or in a swarm as many as a round had on average."""
-        usual = usual_workers(self.rounds)
+        workers = mean_contributions(self.rounds)
         if not self.elastic:
-            usual = self.expected_workers or usual
-        return max(1, round(usual))
+            workers = self.expected_workers or workers
+        return max(1, round(workers))
 
     @property
     def expected_workers(self) -> int:
@@ -352,10 +355,10 @@ class RunFigures:
     @cached_property
     def data_parallel_bytes(self) -> int:
         """The bytes that the busiest worker here would have sent, averaging fp32 gradients at every step."""
-        first = max(self.local, key=lambda worker: worker.tokens, default=None)
-        per_step = self.history.tokens_per_step
-        taken = 0 if first is None or not per_step else first.tokens // per_step
-        return data_parallel_bytes(self.history.trainable_parameters, taken, self.usual_workers)
+        busiest = max(self.local, key=lambda worker: worker.tokens, default=None)
+        tokens_per_step = self.history.tokens_per_step
+        steps = 0 if busiest is None or not tokens_per_step else busiest.tokens // tokens_per_step
+        return data_parallel_bytes(self.history.trainable_parameters, steps, self.usual_workers)
 
     @property
     def link_bytes_per_second(self) -> float | None:
@@ -387,7 +390,7 @@ class RunFigures:
     @property
     def lost(self) -> list[int]:
         """The workers that are gone against their will."""
-        return sorted(number for number, state in self.states.items() if state in _AMISS)
+        return sorted(number for number, state in self.states.items() if state in _LOST)
 
     @property
     def left(self) -> list[int]:
@@ -400,13 +403,14 @@ class RunFigures:
         return sorted(number for number, worker in self.history.workers.items() if worker.diverged_at(self.until))
 
 
-def _member(number: int, member: MemberHistory, time: float | None) -> MemberFigures | None:
+def _member_figures(number: int, member: MemberHistory, time: float | None) -> MemberFigures | None:
+    """Return a member's figures at a time (None: now); None if it was not known yet."""
     states = [state for state in member.states if time is None or state[0] <= time]
     if not states:
         return None
     since, state, reason = states[-1]
     values = {name: member.columns.last(name, time) for name in member.columns.names if name != "time"}
-    joined = next((at for at, what, _ in states if what not in GONE), since)
+    joined = next((changed for changed, new_state, _ in states if new_state not in GONE), since)
     return MemberFigures(number, member.peer, member.label, member.link, state, since, joined, reason, values)
 
 

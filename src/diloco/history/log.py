@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 Line = dict[str, Any]
 Decode = Callable[[bytes], Any]
 """The JSON of a line; raises ValueError, TypeError or RecursionError if it is none."""
-_LISTS = ("contributors", "roster", "disagreeing", "measured_by", "told_by", "withheld")
-_BY_WORKER = ("refused", "clipped", "replaced", "agreement", "doubtful")
-_LONGEST_NUMBER = 9
-"""Digits of a worker's number at most."""
-_REPORTS = {"members": "worker", "confirmed": "worker", "present": "member"}
+_LISTS_OF_WORKERS = ("contributors", "roster", "disagreeing", "measured_by", "told_by", "withheld")
+_TABLES_BY_WORKER = ("refused", "clipped", "replaced", "agreement", "doubtful")
+_LISTS_OF_REPORTS = {"members": "worker", "confirmed": "worker", "present": "member"}
+"""The field of each report that has its worker's number."""
+_MOST_DIGITS = 9  # of a worker's number
 
 
 class EventLog:
@@ -81,10 +81,10 @@ class EventLog:
                 return
             self._waiting.popleft()
         if self._delayed:
-            told = EventsDelayedEvent(events=self._delayed, reason=self._reason, seconds=time.time() - self._since)
+            delay = EventsDelayedEvent(events=self._delayed, reason=self._reason, seconds=time.time() - self._since)
             logger.warning("events can be written again: %d had to wait", self._delayed)
             self._delayed = 0
-            self._waiting.append(self._line(told))
+            self._waiting.append(self._line(delay))
             self._write_waiting()
 
     def _write(self, line: bytes) -> None:
@@ -198,10 +198,10 @@ class EventReader:
         first = self._lines
         self._lines += len(lines)
         renumberings = {place: line for place, line in enumerate(lines, first) if is_renumbering(line)}
-        if first and not renumberings.keys() <= self._renumberings.keys():  # what was read has numbers of before
-            known = self._renumberings | renumberings
+        if first and not renumberings.keys() <= self._renumberings.keys():  # the lines read before have older numbers
+            all_renumberings = self._renumberings | renumberings
             self._restart(file_id)
-            self._renumberings = known
+            self._renumberings = all_renumberings
             return self._read(file)[0], True
         self._renumberings |= renumberings
         later = [line for place, line in self._renumberings.items() if place >= self._lines]
@@ -221,15 +221,15 @@ class EventReader:
     def _parse(self, text: bytes) -> Line | None:
         try:
             line = self._decode(text)
-            known = (
+            valid = (
                 isinstance(line["type"], str)
                 and isinstance(line["worker"], int)
                 and -1 <= line["worker"] < _MOST_WORKERS
                 and 0 <= line["time"] < _LATEST
             )
         except (ValueError, TypeError, KeyError, RecursionError):
-            known = False
-        if not known:  # a kill or a full disk can cut a line; the next event is then on the same line
+            valid = False
+        if not valid:  # a kill or a full disk can cut a line; the next event is then on the same line
             self.damaged_lines += 1
             if self.damaged_lines <= _MOST_WARNINGS:
                 _warn_once(self.path, text[:200])
@@ -263,64 +263,67 @@ def read_events(run_folder: Path) -> list[Event]:
 
 @dataclass(frozen=True)
 class LastNumber:
+    """The last number of a worker in this log, and its peer's name."""
+
     number: int
     peer: str
 
 
-Numbers = dict[int, LastNumber]
-"""The last number of a worker, by the number that it had at some moment of this log."""
+LastNumbers = dict[int, LastNumber]
+"""The last number of each worker, by the number that it has at one place of the log."""
 
 
 def follow_numbers(log: Sequence[Line], later: Sequence[Line] = ()) -> list[Line]:
     """The events of a log, each under the last number of its worker. `later`: `renumbered` events after these."""
     followed = list(log)
-    numbers = Numbers()
+    numbers = LastNumbers()
     for event in reversed(later):
-        _go_back(numbers, event)
+        _go_back_before(event, numbers)
     for index in range(len(followed) - 1, -1, -1):
         event = followed[index]
         if numbers and isinstance(event, dict):  # a log may hold other JSON
-            followed[index] = _with_numbers(event, numbers)
+            followed[index] = _with_last_numbers(event, numbers)
         if is_renumbering(event):
-            _go_back(numbers, event)
+            _go_back_before(event, numbers)
     return followed
 
 
 def is_renumbering(event: object) -> bool:
+    """Return whether a line of the log is a whole `renumbered` event."""
     if not isinstance(event, dict) or event.get("type") != "renumbered":
         return False
     return isinstance(event.get("before"), int) and isinstance(event.get("worker"), int)
 
 
-def _go_back(numbers: Numbers, renumbered: Line) -> None:
-    """Turn the last numbers as seen after this event into those as seen before it."""
+def _go_back_before(renumbered: Line, numbers: LastNumbers) -> None:
+    """Change the last numbers by the number after this event into those by the number before it."""
     after = numbers.pop(renumbered["worker"], LastNumber(renumbered["worker"], ""))
     numbers[renumbered["before"]] = LastNumber(after.number, str(renumbered.get("peer") or ""))
 
 
-def _with_numbers(event: Line, numbers: Numbers) -> Line:
+def _with_last_numbers(event: Line, numbers: LastNumbers) -> Line:
     """The event with the last numbers, wherever it names a worker of this log."""
 
     def last(number: Any) -> Any:
         return numbers[number].number if isinstance(number, int) and number in numbers else number
 
     changed: Line = {"worker": last(event.get("worker"))}
-    for name in _LISTS:
+    for name in _LISTS_OF_WORKERS:
         if isinstance(event.get(name), list):
             changed[name] = [last(number) for number in event[name]]
-    for name in _BY_WORKER:
+    for name in _TABLES_BY_WORKER:
         if isinstance(event.get(name), dict):
             changed[name] = {
-                str(last(int(key)) if key.isdecimal() and len(key) <= _LONGEST_NUMBER else key): value
+                str(last(int(key)) if key.isdecimal() and len(key) <= _MOST_DIGITS else key): value
                 for key, value in event[name].items()
             }
-    for name, key in _REPORTS.items():
+    for name, key in _LISTS_OF_REPORTS.items():
         if isinstance(event.get(name), list):
             changed[name] = [
                 report | {key: last(report.get(key))} if isinstance(report, dict) else report for report in event[name]
             ]
     if event.get("type") != "renumbered" and isinstance(event.get("member"), int):
-        mine = numbers.get(event["member"])  # two workers had this number: the peer tells which one is meant
-        if mine is not None and mine.peer and mine.peer == event.get("peer"):
-            changed["member"] = mine.number
+        renumbered = numbers.get(event["member"])  # two workers had this number: the peer tells which one is meant
+        if renumbered is not None and renumbered.peer and renumbered.peer == event.get("peer"):
+            changed["member"] = renumbered.number
     return event | changed

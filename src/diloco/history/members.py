@@ -34,18 +34,16 @@ _MOST_MEMBERS = 4096
 
 @dataclass
 class MemberHistory:
-    """One member."""
+    """One member of the swarm: its states over time, and the numbers that the lists of all members have of it."""
 
     peer: str = ""
     label: str = ""
     link: str = ""
     """`direct`, `relay`, or empty if that is not known."""
     states: list[tuple[float, str, str]] = field(default_factory=list)
-    """Time, state, reason."""
+    """Each change of its state: the time, the state from then on, and the reason."""
     columns: Columns = field(
-        default_factory=lambda: Columns(
-            "time", "step", "loss", "contributed", "latency_seconds", "step_seconds", "tokens"
-        )
+        default_factory=lambda: Columns("step", "loss", "contributed", "latency_seconds", "step_seconds", "tokens")
     )
 
     def change(self, time: float, state: str, reason: str = "") -> None:
@@ -55,7 +53,8 @@ class MemberHistory:
 
 
 class MembersHistory:
-    """The members by number. Thousands may come and go: the first _MOST_MEMBERS are kept, and the rest is counted."""
+    """The members of a swarm by number. Thousands may come and go: the first _MOST_MEMBERS are kept, and the others are
+    only counted."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, MemberHistory] = {}
@@ -67,7 +66,7 @@ class MembersHistory:
 
     @property
     def left_out(self) -> int:
-        """How many members are counted only."""
+        """The number of members that are only counted."""
         return len(self._left_out)
 
     def changed(self, event: MemberEvent) -> None:
@@ -84,9 +83,9 @@ class MembersHistory:
         self.listed = {listed.member for listed in event.present}
         for listed in event.present:
             if (member := self._member(listed.member)) is not None:
-                self._list(event.time, listed, member)
+                self._take_in_listed(event.time, listed, member)
 
-    def _list(self, time: float, listed: ListedMember, member: MemberHistory) -> None:
+    def _take_in_listed(self, time: float, listed: ListedMember, member: MemberHistory) -> None:
         member.label = listed.where
         member.link = listed.link or member.link
         last = member.states[-1][1] if member.states else ""
@@ -96,8 +95,8 @@ class MembersHistory:
 
     def agreed(self, ended: WorkerEndedEvent) -> None:
         """Take in the digests in a worker's last event."""
-        told: Sequence[RoundMember] = ended.confirmed or ended.members
-        for member in told:
+        members: Sequence[RoundMember] = ended.confirmed or ended.members
+        for member in members:
             self.last_digests[str(member.worker)] = member.anchor_digest
         self.last_digests.setdefault(str(ended.worker), str(ended.anchor_digest))
 

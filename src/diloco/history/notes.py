@@ -56,10 +56,10 @@ from diloco.history.events import (
 Kind = Literal["good", "info", "warning", "bad"]
 _LONGEST = 500
 _MOST_NOTES = 2000
-_COMPARED = 32
+_COMPARED_NOTES = 32
 _REPEAT_SECONDS = 60.0
 _CORES = "cores: "
-_TOLD_SHARE = 0.1  # of the parts: a few are replaced by chance
+_NOTED_SHARE = 0.1  # of the parts: a few are replaced by chance
 _PEER = re.compile(r"\b(?:12D3Koo|Qm)[1-9A-HJ-NP-Za-km-z]{30,60}\b")
 
 
@@ -77,8 +77,9 @@ class RunNote:
     kind: Kind
     text: str
     subject: tuple[object, ...]
-    """Two workers that tell of the same subject tell the same."""
+    """Notes of several workers with the same subject say the same."""
     counted: bool
+    """The terminal shows it in its table, not on a line of its own."""
 
 
 class RunNotes:
@@ -89,7 +90,7 @@ class RunNotes:
         self.lines: list[str] = []
         """The texts for the terminal."""
         self._workers = 1
-        self._means = _Means()
+        self._means = _MeanNotes()
 
     def update(self, event: Event, local_workers: Collection[int]) -> None:
         """Take in an event. `local_workers`: workers of this machine, whose coming and going needs no note."""
@@ -97,15 +98,15 @@ class RunNotes:
             return
         if isinstance(event, WorkerStartedEvent):
             self._workers = event.workers or 1
-            self._means = _Means(str(event.resolved.get("sync.merge", "mean")))
+            self._means = _MeanNotes(str(event.resolved.get("sync.merge", "mean")))
         if isinstance(event, MemberJoinedEvent | MemberLeftEvent) and event.member in local_workers:
             return
-        if isinstance(event, ThreadsEvent) and event.workers < 2 and not self._have(_CORES):
-            return  # a worker that has the machine to itself, as before
+        if isinstance(event, ThreadsEvent) and event.workers < 2 and not self._has_note(_CORES):
+            return  # a worker that has always had the machine to itself
         for kind, text in _sentences(event, self._workers):
             self._add(event, kind, text, counted=isinstance(event, _COUNTED))
         if isinstance(event, RoundEndedEvent):
-            for text in self._means.changes(event):
+            for text in self._means.texts(event):
                 self._add(event, "warning", text, counted=False)
 
     @property
@@ -114,15 +115,15 @@ class RunNotes:
         return self.notes[-1] if self.notes else None
 
     def since(self, last: RunNote | None) -> list[RunNote]:
-        """The notes after this one that the terminal shows on lines of their own; after a whole new reading of the log,
-        in which a worker may have another number, those that are later."""
+        """The notes after `last` that the terminal shows on lines of their own. If the log was read anew, so that the
+        same note may be about another worker number, these are the notes with a later time."""
         after = self.notes
         if last is not None:
             place = next((at for at in range(len(self.notes), 0, -1) if self.notes[at - 1] == last), None)
             after = self.notes[place:] if place is not None else [note for note in self.notes if note.time > last.time]
         return [note for note in after if not note.counted]
 
-    def _have(self, beginning: str) -> bool:
+    def _has_note(self, beginning: str) -> bool:
         return any(note.text.startswith(beginning) for note in self.notes)
 
     def _add(self, event: Event, kind: Kind, text: str, *, counted: bool) -> None:
@@ -139,38 +140,43 @@ class RunNotes:
             self.lines.append(text)
 
     def _is_repeated(self, note: RunNote) -> bool:
-        """Return whether the same was told within a minute: by another worker, or with nothing in between."""
-        for earlier in reversed(self.notes[-_COMPARED:]):
+        """Return whether the latest notes have the same subject less than a minute ago, from another worker or with no
+        note in between."""
+        for earlier in reversed(self.notes[-_COMPARED_NOTES:]):
             if earlier.subject == note.subject:
-                late = note.time - earlier.time >= _REPEAT_SECONDS
-                return not late and (earlier.worker != note.worker or earlier is self.notes[-1])
+                recent = note.time - earlier.time < _REPEAT_SECONDS
+                return recent and (earlier.worker != note.worker or earlier is self.notes[-1])
         return False
 
 
-class _Means:
-    """How the means of a start of the run were made: told when it changes, by the first worker that has the round."""
+class _MeanNotes:
+    """The notes about how the means of a start of the run were made, and about workers that disagree with them.
 
-    def __init__(self, wanted: str = "mean") -> None:
-        self._wanted = wanted
-        self._made = wanted
+    A note is written when something changes, from the event of the first worker that has the round.
+    """
+
+    def __init__(self, configured: str = "mean") -> None:
+        self._configured = configured
+        self._used = configured
         self._disagreeing: set[int] = set()
         self._replaced: set[int] = set()
-        self._last = -1
+        self._last_round = -1
 
-    def changes(self, event: RoundEndedEvent) -> Iterator[str]:
+    def texts(self, event: RoundEndedEvent) -> Iterator[str]:
+        """Yield the texts of the notes about a round."""
         sequence = event.sequence
         count = len(event.contributors)
-        if event.mean_norm is None or sequence <= self._last:
+        if event.mean_norm is None or sequence <= self._last_round:
             return
-        self._last = sequence
-        if (made := str(event.merge or self._wanted)) != self._made:
-            self._made = made
-            if made == self._wanted:
-                yield f"round {sequence} has {count} contributions: means are {made} again"
+        self._last_round = sequence
+        if (used := str(event.merge or self._configured)) != self._used:
+            self._used = used
+            if used == self._configured:
+                yield f"round {sequence} has {count} contributions: means are {used} again"
             else:
                 yield (
                     f"round {sequence} has {count} contributions: its mean is a plain one, since sync.merge = "
-                    f"{self._wanted} needs four; so are the next ones until there are four"
+                    f"{self._configured} needs four; so are the next ones until there are four"
                 )
         disagreeing = set(event.disagreeing)
         for worker in sorted(disagreeing - self._disagreeing):
@@ -184,11 +190,11 @@ class _Means:
         yield from self._replacements(sequence, {int(worker): share for worker, share in event.replaced.items()})
 
     def _replacements(self, sequence: int, shares: dict[int, float]) -> Iterator[str]:
-        """Yield a note about a worker once, and again only after its share has been below half of _TOLD_SHARE."""
-        if not shares:  # a plain mean, or one that the telling worker got after the round
+        """Yield a note about a worker once, and again only after its share has been below half of _NOTED_SHARE."""
+        if not shares:  # a plain mean, or one that this worker got after the round
             return
-        least = {worker: _TOLD_SHARE / 2 if worker in self._replaced else _TOLD_SHARE for worker in shares}
-        replaced = {worker for worker, share in shares.items() if share >= least[worker]}
+        bounds = {worker: _NOTED_SHARE / 2 if worker in self._replaced else _NOTED_SHARE for worker in shares}
+        replaced = {worker for worker, share in shares.items() if share >= bounds[worker]}
         for worker in sorted(replaced - self._replaced):
             yield (
                 f"worker {worker}: in {shares[worker]:.0%} of the parts of round {sequence} its outer gradient points "
@@ -199,7 +205,7 @@ class _Means:
 
 
 def reason_of(event: _Reasoned) -> str:
-    """The reason without the ids of peers, which are 52 characters long: the member itself is `it`."""
+    """The reason of an event, with a short form of each peer's id, which has 52 characters: the member is `it`."""
     reason = event.reason
     if isinstance(event, MemberReasonEvent) and event.peer:
         reason = reason.replace(event.peer, "it")

@@ -9,8 +9,9 @@ from typing import Any
 from diloco.history.columns import finite, number
 from diloco.history.events import ROUND_STATISTICS, RoundEndedEvent, RoundMember, RoundPostedEvent
 
-TOLD = ("encode", "flight", "waited", "merge", "others", "send", "reduce")
-"""What a worker tells the others of its last round (`MemberReport.last_round_seconds`), after the round's number."""
+REPORTED_PHASES = ("encode", "flight", "waited", "merge", "others", "send", "reduce")
+"""The phases whose seconds a worker reports to the others with its next round, in the order in which
+`MemberReport.last_round_seconds` has them after the round's number."""
 _MOST_COSINES = 64 * 63 // 2
 _KEPT_COSINES = 16  # rounds
 _LONGEST_SECONDS = 1e9
@@ -26,9 +27,9 @@ class WorkerRound:
     ended: float | None = None
     compute_seconds: float | None = None
     worked_seconds: float | None = None
-    """Its own account of the inner steps, without evaluations: the same measure on every machine."""
+    """Seconds of the inner steps as the worker itself counts them, without evaluations: the same on every machine."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Where its time went, by the names of TOLD; without those that no engine could measure."""
+    """Seconds by the names of REPORTED_PHASES, without the phases that its engine could not measure."""
     norm: float | None = None
     failure: str | None = None
     elsewhere: bool = False
@@ -63,8 +64,8 @@ class RoundHistory:
     """Contributions that were scaled down, with the reason."""
     failure: str | None = None
     merged: bool = False
-    told_first: dict[bool, int] = field(default_factory=dict)
-    """Which worker was the first to tell that the round has failed (True), or has not."""
+    first_to_tell: dict[bool, int] = field(default_factory=dict)
+    """The first worker of this machine that told the failure of the round (key True), and the first without (False)."""
     statistics: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(ROUND_STATISTICS))
     """The numbers of the round as a whole (ROUND_STATISTICS), by the last worker that told them."""
     bytes_sent: int = 0
@@ -76,6 +77,7 @@ class RoundHistory:
     cosines: list[list[float]] = field(default_factory=list)
     """The cosines of every pair of workers, in the latest rounds only: they are many."""
     pairs: int = 0
+    """How many pairs of workers have a cosine; it stays when `cosines` are dropped, as do the lowest and highest."""
     cosine_low: float | None = None
     cosine_high: float | None = None
 
@@ -98,7 +100,7 @@ class RoundHistory:
 
 
 class RoundsHistory:
-    """The rounds by sequence. A round is there from the first post on."""
+    """The rounds by sequence number, each from the first post of a worker on."""
 
     def __init__(self) -> None:
         self.by_sequence: dict[int, RoundHistory] = {}
@@ -106,8 +108,8 @@ class RoundsHistory:
         self.failed: set[int] = set()
         self.refused = 0
         """Contributions that are in no mean."""
-        self.contributed: dict[int, int] = {}
-        """The last merged round that has a worker's contribution."""
+        self.last_contributions: dict[int, int] = {}
+        """Worker -> the last merged round that has its contribution."""
         self.in_progress: int | None = None
         """The round that was posted last, until a worker has its outcome."""
         self._with_cosines: deque[RoundHistory] = deque()
@@ -127,13 +129,15 @@ class RoundsHistory:
         """Note that the worker takes inner steps from now on."""
         self._ended[worker] = time
 
-    def ended(self, event: RoundEndedEvent) -> tuple[RoundHistory, bool]:
-        """Take in a worker's outcome. Returns the round, and whether the event is the first that tells its members."""
+    def ended(self, event: RoundEndedEvent) -> bool:
+        """Take in a worker's outcome. Returns whether the event is the first that tells the round's members."""
         part = self._part(event)
         part.ended = event.time
         part.norm = event.norm
         part.failure = event.failure
-        part.seconds = {name: taken for name in TOLD if (taken := getattr(event, f"{name}_seconds")) is not None}
+        part.seconds = {
+            name: taken for name in REPORTED_PHASES if (taken := getattr(event, f"{name}_seconds")) is not None
+        }
         self._ended[event.worker] = event.time
         if self.in_progress == event.sequence:
             self.in_progress = None
@@ -141,21 +145,21 @@ class RoundsHistory:
         round_.step = event.step
         round_.fragment = event.fragment
         round_.time = round_.time or event.time
-        round_.told_first.setdefault(event.failure is not None, event.worker)
+        round_.first_to_tell.setdefault(event.failure is not None, event.worker)
         if event.failure is not None:
             round_.failure = event.failure
             self.failed.add(event.sequence)
-        first = False
-        if event.mean_norm is not None or event.contributors or event.members:
-            first = self._merged(event, round_)
-        return round_, first
+        if event.mean_norm is None and not event.contributors and not event.members:
+            return False
+        return self._take_in_plan(event, round_)
 
-    def _merged(self, event: RoundEndedEvent, round_: RoundHistory) -> bool:
+    def _take_in_plan(self, event: RoundEndedEvent, round_: RoundHistory) -> bool:
+        """Take in what the workers agreed on in the round. Returns whether its members were not known before."""
         if event.mean_norm is not None:
             round_.merged = True
             self.merged.add(event.sequence)
             for worker in event.contributors:
-                self.contributed[worker] = max(event.sequence, self.contributed.get(worker, 0))
+                self.last_contributions[worker] = max(event.sequence, self.last_contributions.get(worker, 0))
         round_.statistics = {name: getattr(event, name) for name in ROUND_STATISTICS}
         round_.bytes_sent = max(round_.bytes_sent, event.bytes_sent)
         round_.contributors = list(event.contributors)
@@ -170,15 +174,15 @@ class RoundsHistory:
         for member in event.members:
             if member.anchor_digest:
                 digests.setdefault(member.anchor_digest, []).append(member.worker)
-            self._told_part(member, round_)
+            self._take_in_report(member, round_)
         round_.digests = {digest: len(workers) for digest, workers in digests.items()}
         most = max(digests.values(), key=len, default=[])
         round_.odd_workers = sorted(w for workers in digests.values() if workers is not most for w in workers)
         return True
 
     def _keep_cosines(self, cosines: Sequence[Any], round_: RoundHistory) -> None:
-        told = cosines[:_MOST_COSINES]
-        pairs: list[Any] = [pair for pair in told if isinstance(pair, list | tuple) and len(pair) == 3]
+        kept = cosines[:_MOST_COSINES]
+        pairs: list[Any] = [pair for pair in kept if isinstance(pair, list | tuple) and len(pair) == 3]
         values = [value for pair in pairs if (value := number(pair[2])) == value]
         round_.cosines = pairs
         round_.pairs = len(values)
@@ -188,8 +192,8 @@ class RoundsHistory:
         if len(self._with_cosines) > _KEPT_COSINES:
             self._with_cosines.popleft().cosines = []
 
-    def _told_part(self, member: RoundMember, round_: RoundHistory) -> None:
-        """Take in a member's report: what its seconds have grown by since the last report is this round's work."""
+    def _take_in_report(self, member: RoundMember, round_: RoundHistory) -> None:
+        """Take in a member's report. Its seconds of training since its last report are its work for this round."""
         worker = member.worker
         report = member.report
         worked = number(report.elapsed_seconds) - number(report.sync_seconds)
@@ -203,24 +207,27 @@ class RoundsHistory:
             return
         part.compute_seconds = part.worked_seconds
         part.norm = member.norm
-        self._remote_phases(worker, report.last_round_seconds)
+        self._take_in_phases(worker, report.last_round_seconds)
 
-    def _remote_phases(self, worker: int, told: Sequence[object]) -> None:
-        """Take in the phases of the member's last round, which counts as ended when it did here: no clock is shared."""
-        sequence, *seconds = [_seconds(value) for value in told] or [-1.0]
-        before = self.by_sequence.get(int(sequence))
-        part = None if before is None else before.workers.get(worker)
-        if before is None or part is None or not part.elsewhere or len(seconds) != len(TOLD):
+    def _take_in_phases(self, worker: int, reported: Sequence[object]) -> None:
+        """Take in the phases of the last round of a worker of another machine.
+
+        The machines share no clock: its round counts as ended when the same round ended on this machine.
+        """
+        sequence, *seconds = [_seconds(value) for value in reported] or [-1.0]
+        last = self.by_sequence.get(int(sequence))
+        part = None if last is None else last.workers.get(worker)
+        if last is None or part is None or not part.elsewhere or len(seconds) != len(REPORTED_PHASES):
             return
-        taken = dict(zip(TOLD, seconds, strict=True))
-        part.ended = before.time
-        part.posted = before.time - taken["flight"] - taken["waited"] - taken["merge"]
+        taken = dict(zip(REPORTED_PHASES, seconds, strict=True))
+        part.ended = last.time
+        part.posted = last.time - taken["flight"] - taken["waited"] - taken["merge"]
         if part.compute_seconds is not None:
             part.started = part.posted - taken["encode"] - part.compute_seconds
         part.seconds = taken
 
     def forget(self, after_step: int) -> None:
-        """Forget the rounds after the step of a resume, and those without an outcome, whose numbers come again."""
+        """Forget the rounds after the step of a resume, and those without an outcome, whose numbers are used again."""
         self.by_sequence = {
             sequence: round_
             for sequence, round_ in self.by_sequence.items()
@@ -229,7 +236,7 @@ class RoundsHistory:
         self.merged = {sequence for sequence, round_ in self.by_sequence.items() if round_.merged}
         self.failed = {sequence for sequence, round_ in self.by_sequence.items() if round_.failure is not None}
         self.refused = sum(len(round_.refused) for round_ in self.by_sequence.values())
-        self.contributed = contributed(self.until(None))
+        self.last_contributions = last_contributions(self.until(None))
         self.in_progress = None
         self._ended = {}
         self._worked = {}
@@ -240,10 +247,10 @@ class RoundsHistory:
         ended = [round_ for round_ in known if time is None or round_.time <= time]
         return sorted(ended, key=lambda round_: round_.sequence)
 
-    def first_told(self, event: RoundEndedEvent) -> bool:
+    def was_first_to_tell(self, event: RoundEndedEvent) -> bool:
         """Return whether the event's worker was the first of this machine to tell this outcome of the round."""
         round_ = self.by_sequence.get(event.sequence)
-        return round_ is not None and round_.told_first.get(event.failure is not None) == event.worker
+        return round_ is not None and round_.first_to_tell.get(event.failure is not None) == event.worker
 
     def last_merged(self) -> RoundHistory | None:
         """The merged round with the highest number."""
@@ -255,12 +262,12 @@ class RoundsHistory:
         return round_.workers.setdefault(event.worker, WorkerRound())
 
 
-def contributed(rounds: Sequence[RoundHistory]) -> dict[int, int]:
-    """Return for each worker the last merged round that has its contribution; `rounds` are in their order."""
+def last_contributions(rounds: Sequence[RoundHistory]) -> dict[int, int]:
+    """Return worker -> the last merged round that has its contribution; `rounds` are in their order."""
     return {worker: round_.sequence for round_ in rounds if round_.merged for worker in round_.contributors}
 
 
-def usual_workers(rounds: Sequence[RoundHistory]) -> float:
+def mean_contributions(rounds: Sequence[RoundHistory]) -> float:
     """Return the mean number of contributions to a merged round; 1 if there is none."""
     counts = [len(round_.contributors) for round_ in rounds if round_.merged]
     return statistics.fmean(counts) if counts else 1.0

@@ -58,8 +58,8 @@ from diloco.history.workers import OwnWork, WorkerHistory
 
 logger = logging.getLogger(__name__)
 _MOST_SAMPLES = 200
-_KEPT_TOLD = 64  # events: a resume goes back by some rounds
-_OF_ANOTHER_VERSION = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+_MOST_MEMBER_LISTS = 64  # a resume goes back by some rounds
+_ERRORS_OF_ODD_EVENTS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """The exceptions that an event of another version raises, or one that is made up."""
 _BEGINNINGS = (SizesEvent, SwarmEvent, WorkerStartedEvent)
 """The events that a worker writes first: in a swarm `swarm`; elsewhere `sizes`, which one worker writes, or
@@ -79,7 +79,8 @@ class RunClock:
         self._begun: set[tuple[int, str]] = set()
 
     def update(self, event: Event) -> bool:
-        """Take in an event. Returns whether it begins another start: one of _BEGINNINGS its worker wrote before."""
+        """Take in an event. Returns whether the run was started again: the event is one of _BEGINNINGS, and its worker
+        has written one of that type in this start."""
         again = False
         time = event.time
         if isinstance(event, _BEGINNINGS):
@@ -104,7 +105,7 @@ class RunClock:
 
 @dataclass
 class RunStart:
-    """The bad loss, the exclusion and the sample of one start of the run."""
+    """What one start of the run has come to: a loss that is no number, an exclusion, a sample."""
 
     bad_loss: LossNotFiniteEvent | None = None
     excluded: bool = False
@@ -117,62 +118,70 @@ class RunStart:
         return self.bad_loss is not None or self.excluded
 
 
-class _Told(NamedTuple):
-    """The members as a round or a worker's end told them."""
+class _MemberList(NamedTuple):
+    """The members that an event of a round or of a worker's end lists."""
 
     step: int
     members: Sequence[RoundMember]
     roster: Sequence[int]
 
 
+class _MissedSteps(NamedTuple):
+    """The steps of the schedule that a worker did not take, since it was new at `joined_at`."""
+
+    worker: int
+    joined_at: int
+    steps: int
+
+
 class RunHistory:
-    """`update` with every event, in the order of the log."""
+    """What the events of a run say together; `update` takes them in, in the order of the log."""
 
     def __init__(self, *, elastic: bool = False) -> None:
         """`elastic`: a swarm's run, in which positions jump; also learnt from the events."""
         self.elastic = elastic
         self.events = 0
         self.refused_events = 0
-        """Events whose fields are not those of this version."""
+        """How many events have fields that are not those of this version."""
         self.clock = RunClock()
         self.latest_start = RunStart()
         self.started: WorkerStartedEvent | None = None
-        """The latest one."""
+        """The latest start of a worker."""
         self.resolved: Mapping[str, Any] = {}
         """Every option and what was decided for those left open, by dotted key."""
         self.sizes: SizesEvent | None = None
         self.swarm: SwarmEvent | None = None
         self.workers: dict[int, WorkerHistory] = {}
         self.left_out: dict[int, WorkerHistory] = {}
-        """The workers that a resume has left out, as far as their steps count."""
-        self.validations = Columns("time", "step", "loss", "perplexity", "measured")
-        """`time`: when it was told; `measured`: when a worker measured its share."""
+        """The workers that a resumed run of fewer workers no longer has, as far as their steps count."""
+        self.validations = Columns("step", "loss", "perplexity", "measured")
+        """`time`: when the loss of all shares was known; `measured`: when a worker measured its share."""
         self.rounds = RoundsHistory()
         self.members = MembersHistory()
         self.present = 0
         """How many members the run has, as last told."""
-        self.run_tokens = Columns("time", "tokens")
+        self.run_tokens = Columns("tokens")
         """The tokens of all workers in a swarm's means, as the workers of this machine count them."""
         self.notes = RunNotes()
         self.samples: list[SampleEvent] = []
         self.checkpoint_step = 0
-        self._told: deque[_Told] = deque(maxlen=_KEPT_TOLD)
-        self._measured: dict[int, float] = {}
+        self._member_lists: deque[_MemberList] = deque(maxlen=_MOST_MEMBER_LISTS)
+        self._measured_at: dict[int, float] = {}  # step of a validation -> when a first worker measured its share
         self._run_tokens: dict[int, int] = {}  # as each worker of this machine has last told them
         self._local: set[int] = set()
-        self._missed: list[tuple[int, int, int]] = []  # worker, position at which it was new, steps it did not take
+        self._missed_steps: list[_MissedSteps] = []
 
     # What the readers ask
 
     @property
     def agreed(self) -> Sequence[RoundMember]:
-        """The members as last told, with a round or at a worker's end."""
-        return next((told.members for told in reversed(self._told) if told.members), ())
+        """The members with what they agreed on, of the last round or worker's end that lists any."""
+        return next((last.members for last in reversed(self._member_lists) if last.members), ())
 
     @property
     def roster(self) -> Sequence[int]:
         """The numbers of all members at the last round of a swarm."""
-        return next((told.roster for told in reversed(self._told) if told.roster), ())
+        return next((last.roster for last in reversed(self._member_lists) if last.roster), ())
 
     @property
     def parameters(self) -> int:
@@ -202,8 +211,7 @@ class RunHistory:
     @property
     def own_work(self) -> dict[int, OwnWork]:
         """The work of each worker of this machine in all its starts."""
-        known = {number: worker for number, worker in self.workers.items() if worker.own_work is not None}
-        return {number: worker.all_work() for number, worker in known.items()}
+        return {number: worker.all_work() for number, worker in self.workers.items() if worker.own_work is not None}
 
     def spans(self) -> list[PhaseSpan]:
         """Return the phases of each worker's rounds as spans of time."""
@@ -211,8 +219,8 @@ class RunHistory:
         return round_spans([round_ for _, round_ in sorted(self.rounds.by_sequence.items())], began)
 
     def steps_not_taken(self) -> int:
-        """The steps that workers which joined after the first step are counted for and did not take."""
-        return sum(steps for _, _, steps in self._missed)
+        """Return the steps that are counted for workers which joined later, and which these did not take."""
+        return sum(missed.steps for missed in self._missed_steps)
 
     # Taking in the events
 
@@ -232,18 +240,19 @@ class RunHistory:
             if isinstance(event, MemberEvent):
                 self.members.changed(event)
             self.notes.update(event, self._local)
-        except _OF_ANOTHER_VERSION:
+        except _ERRORS_OF_ODD_EVENTS:
             self.refused_events += 1
             logger.debug("an event was left out: %.200r", event, exc_info=True)
 
-    def _own(self, event: Event) -> WorkerHistory:
-        """The worker that wrote the event: one of this machine."""
-        worker = self._numbered(event.worker)
+    def _writer(self, event: Event) -> WorkerHistory:
+        """Return the worker of this machine that wrote the event."""
+        worker = self._worker(event.worker)
         worker.local = True
         self._local.add(event.worker)
         return worker
 
-    def _numbered(self, number: int) -> WorkerHistory:
+    def _worker(self, number: int) -> WorkerHistory:
+        """Return the worker with this number; a new one if it is not known yet."""
         worker = self.workers.get(number)
         if worker is None:
             worker = self.left_out.pop(number) if number in self.left_out else WorkerHistory()
@@ -254,7 +263,7 @@ class RunHistory:
         self.sizes = event
 
     def _on_worker_started(self, event: WorkerStartedEvent) -> None:
-        worker = self._own(event)
+        worker = self._writer(event)
         worker.ended = None
         worker.starts += 1
         worker.progress.update(event)
@@ -269,7 +278,7 @@ class RunHistory:
         self._began(worker, event)
 
     def _on_starting(self, event: StartingEvent) -> None:
-        worker = self._own(event)
+        worker = self._writer(event)
         worker.states.append((event.time, event.doing))
         self._began(worker, event)
 
@@ -278,13 +287,13 @@ class RunHistory:
         self.rounds.began(event.worker, event.time)
 
     def _on_first_step(self, event: FirstStepEvent) -> None:
-        worker = self._own(event)
+        worker = self._writer(event)
         worker.first_step_seconds = event.seconds
         worker.progress.update(event)
         worker.states.append((event.time, "training"))
 
     def _on_step(self, event: StepEvent) -> None:
-        worker = self._own(event)
+        worker = self._writer(event)
         worker.has_logged = True
         worker.progress.update(event)
         worker.reached = max(worker.reached, event.step)
@@ -301,28 +310,28 @@ class RunHistory:
 
     def _on_round_posted(self, event: RoundPostedEvent) -> None:
         self.rounds.posted(event)
-        worker = self._own(event)
+        worker = self._writer(event)
         worker.progress.update(event)
         worker.count(event.time)
         worker.set_state(event.time, "in a round")
 
     def _on_round(self, event: RoundEndedEvent) -> None:
-        _, first = self.rounds.ended(event)
-        own = self._own(event)
-        own.progress.update(event)
-        own.reached = max(own.reached, event.step)
-        if first:
-            self._hear(event)
+        tells_members = self.rounds.ended(event)
+        worker = self._writer(event)
+        worker.progress.update(event)
+        worker.reached = max(worker.reached, event.step)
+        if tells_members:
+            self._take_in_reports(event)
         if event.failure is None and event.members:
             self.present = len(event.members)
-        self._told.append(_Told(event.step, event.members, event.roster))
-        own.count(event.time)
-        own.set_state(event.time, "training")
+        self._member_lists.append(_MemberList(event.step, event.members, event.roster))
+        worker.count(event.time)
+        worker.set_state(event.time, "training")
 
-    def _hear(self, event: RoundEndedEvent) -> None:
-        """Take in what the members told of themselves with a round."""
+    def _take_in_reports(self, event: RoundEndedEvent) -> None:
+        """Take in the reports that the members sent with a round."""
         for member in event.members:
-            worker = self._numbered(member.worker)
+            worker = self._worker(member.worker)
             before = worker.progress.step
             worker.progress.report(member.report, elsewhere=not worker.local, time=event.time)
             worker.heard_of = True
@@ -333,14 +342,15 @@ class RunHistory:
                 self.members.listed.add(member.worker)
 
     def _on_evaluation(self, event: EvaluationEvent) -> None:
-        """A validation is told with the next round: its place on the curve is where the first worker measured it."""
-        self._measured.setdefault(event.step, event.time)
+        """Note when a worker has first measured its share of a validation, which is known with the next round only: on
+        a curve over time the validation belongs where it was measured."""
+        self._measured_at.setdefault(event.step, event.time)
 
     def _on_validation(self, event: ValidationEvent) -> None:
         if (self.validations.last("step") or -1.0) >= event.step:
             self.validations.drop("step", event.step - 1)
         row = {"time": event.time, "step": event.step, "loss": event.loss, "perplexity": event.perplexity}
-        self.validations.append(row | {"measured": self._measured.get(event.step, event.time)})
+        self.validations.append(row | {"measured": self._measured_at.get(event.step, event.time)})
 
     def _on_sample(self, event: SampleEvent) -> None:
         self.latest_start.sample = event
@@ -358,28 +368,28 @@ class RunHistory:
         self.latest_start.excluded = True
 
     def _on_worker_ended(self, event: WorkerEndedEvent) -> None:
-        worker = self._own(event)
+        worker = self._writer(event)
         worker.ended = event
         worker.states.append((event.time, "done" if isinstance(event, WorkerFinishedEvent) else "failed"))
         worker.reached = max(worker.reached, event.inner_steps)
         self.members.agreed(event)
-        self._told.append(_Told(event.inner_steps, event.members, ()))
+        self._member_lists.append(_MemberList(event.inner_steps, event.members, ()))
         worker.progress.update(event)
         worker.count(event.time)
         self._count_own_work(worker, event)
         if event.tokens_by_worker:
-            agreed = sum(event.tokens_by_worker.values())
             self._run_tokens.clear()
-            self._count_run_tokens(event, agreed)
+            self._count_run_tokens(event, sum(event.tokens_by_worker.values()))
 
     def _on_resumed(self, event: ResumedEvent) -> None:
-        """Forget what was taken back: of this worker, of workers no longer in the run, of all in a restarted swarm."""
+        """Forget what the resume has taken back: of this worker and of workers that are no longer in the run; of all
+        workers if a swarm was started again (`workers` is 0)."""
         taken_back = {number for number in self.workers if number == event.worker or number >= event.workers}
         reached = self.workers[event.worker].reached if event.worker in self.workers else 0
-        self._missed = [
-            (number, at, steps)
-            for number, at, steps in self._missed
-            if at <= event.step or (number != event.worker and number < event.workers)
+        self._missed_steps = [
+            missed
+            for missed in self._missed_steps
+            if missed.joined_at <= event.step or (missed.worker != event.worker and missed.worker < event.workers)
         ]
         for number in taken_back:
             self.workers[number].go_back(event.time, event.step)
@@ -389,13 +399,15 @@ class RunHistory:
             self.workers = {number: worker for number, worker in self.workers.items() if number < event.workers}
         if event.worker == min(self.workers, default=0) or not event.workers:
             self.validations.drop("step", event.step)
-            self._measured = {at: time for at, time in self._measured.items() if at <= event.step}
+            self._measured_at = {step: time for step, time in self._measured_at.items() if step <= event.step}
             self.rounds.forget(event.step)
-            self._told = deque((told for told in self._told if told.step <= event.step), _KEPT_TOLD)
+            kept = [members for members in self._member_lists if members.step <= event.step]
+            self._member_lists = deque(kept, _MOST_MEMBER_LISTS)
         if event.new:
-            self._missed.append((event.worker, event.step, event.step - min(reached, event.step)))
+            missed_steps = event.step - min(reached, event.step)
+            self._missed_steps.append(_MissedSteps(event.worker, event.step, missed_steps))
         if event.worker in self.workers:
-            worker = self._own(event)
+            worker = self._writer(event)
             worker.progress.update(event)
             worker.reached = event.step
             worker.count(event.time)
@@ -406,19 +418,19 @@ class RunHistory:
 
     def _on_swarm(self, event: SwarmEvent) -> None:
         self.swarm = event
-        self._own(event).states.append((event.time, "starting" if event.founded else "joining"))
+        self._writer(event).states.append((event.time, "starting" if event.founded else "joining"))
 
     def _on_state_arriving(self, event: StateArrivingEvent) -> None:
         share = event.received_bytes / max(1, event.all_bytes)
-        self._own(event).states.append((event.time, f"joining: {share:.0%}"))
+        self._writer(event).states.append((event.time, f"joining: {share:.0%}"))
 
     def _on_waiting(self, event: AloneEvent | WaitingEvent | WarmStartEvent) -> None:
-        worker = self._own(event)
+        worker = self._writer(event)
         if worker.ended is None:  # its network process may tell of the swarm a little longer
             worker.set_state(event.time, event.type)
 
     def _on_joined(self, event: JoinedEvent) -> None:
-        worker = self._own(event)
+        worker = self._writer(event)
         worker.ended = None
         worker.starts += 1
         worker.earlier_work = worker.all_work()
@@ -429,7 +441,7 @@ class RunHistory:
         worker.began.append(event.time)
 
     def _on_resync(self, event: ResyncEvent) -> None:
-        worker = self._own(event)
+        worker = self._writer(event)
         worker.progress.update(event)
         worker.count(event.time)
 
@@ -440,7 +452,7 @@ class RunHistory:
             self._count_run_tokens(event, event.run_tokens)
 
     def _count_run_tokens(self, event: Event, tokens: int) -> None:
-        """Take in a worker's count; one that missed a round has a smaller one than the others."""
+        """Take in a worker's count. The largest one is the run's: a worker that missed a round has counted less."""
         self._run_tokens[event.worker] = tokens
         self.run_tokens.append({"time": event.time, "tokens": max(self._run_tokens.values())})
 
@@ -474,7 +486,7 @@ _HANDLERS: dict[type[Event], Callable[[RunHistory, Any], None]] = {
 
 
 class LiveHistory:
-    """The history of a run folder, which `refresh` brings up to date; any later call gives the same as a whole read."""
+    """The history of a run folder, which `refresh` brings up to date: it is then that of the whole log so far."""
 
     def __init__(
         self, folder: Path, *, elastic: bool = False, decoder: Callable[[], Decode] = lambda: decode_line

@@ -26,7 +26,7 @@ from diloco.history.events import (
 
 _WINDOW_SECONDS = 60.0
 """The present speed is that of the last minute of training, and of at least one whole round."""
-_COUNTED = ("tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "rounds")
+_COUNTERS = ("tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "rounds")
 DOING = {
     "validation": "measuring the validation loss before the first step",
     "first step": "taking the first step",
@@ -65,10 +65,10 @@ class WorkerProgress:
 
     def __post_init__(self) -> None:
         self._tokens_per_step = 0
-        self._joined_at = 0  # a position whose steps before it are none of this worker's
+        self._joined_at = 0  # the steps before this position are not this worker's
         self._first_step: tuple[float, int] | None = None  # of this start: when it ended, and its number
-        self._begun: Mark | None = None
-        self._marks: deque[Mark] = deque()
+        self._begun: Mark | None = None  # the first mark of this start
+        self._marks: deque[Mark] = deque()  # those of the last _WINDOW_SECONDS
 
     def update(self, event: Event) -> None:
         """Take in an event of this worker."""
@@ -123,7 +123,7 @@ class WorkerProgress:
             self._mark(time, self.rounds + 1)
 
     def _restart(self) -> None:
-        """Forget the marks, which say nothing of the present speed."""
+        """Forget the marks of the start before, which say nothing of the present speed."""
         self._first_step = None
         self._begun = None
         self._marks.clear()
@@ -146,12 +146,13 @@ class WorkerProgress:
         self._mark(event.time, self.rounds)
 
     def _count(self, event: StepEvent | WorkerEndedEvent) -> None:
-        for name in _COUNTED:
+        for name in _COUNTERS:
             if (value := getattr(event, name)) is not None:
                 setattr(self, name, value)
 
     def _mark_first_step(self, time: float, ended: float, number: int) -> None:
-        """Mark the end of the first step of this start, which may have compiled the model and counts for no speed."""
+        """Mark where the first step of this start ended. Speed is measured from there: that step may have compiled the
+        model."""
         steps = self.step - number
         taken = time - ended
         if steps > 0 and self._tokens_per_step and 0 < taken < self.elapsed_seconds:
@@ -206,7 +207,7 @@ class WorkerProgress:
 
 @dataclass
 class OwnWork:
-    """The work of one worker of this machine in all its starts, with what was lost."""
+    """The counters of a worker's work, without subtracting what a resume or a resync has taken back."""
 
     tokens: int = 0
     elapsed_seconds: float = 0.0
@@ -214,7 +215,7 @@ class OwnWork:
     bytes_sent: int = 0
 
     def add(self, other: "OwnWork") -> "OwnWork":
-        """The sum of both."""
+        """Return the sum of both."""
         return OwnWork(
             self.tokens + other.tokens,
             self.elapsed_seconds + other.elapsed_seconds,
@@ -239,13 +240,14 @@ class WorkerHistory:
         """Its last event, unless it has begun again since."""
         self.progress = WorkerProgress()
         self.columns = Columns(
-            "time", "step", "loss", "tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "rounds",
+            "step", "loss", "tokens", "elapsed_seconds", "sync_seconds", "bytes_sent", "rounds",
             "tokens_per_second", "position_seconds", "learning_rate", "gradient_norm", "logged", "start",
         )  # fmt: skip
         """A row whenever its counters changed; `logged` is 1 where a step or a report told the loss."""
         self.starts = 0
-        """How often it began to count: its rows of one `start` are without a pause."""
+        """How often it began to count: between its rows with the same `start` there was no pause."""
         self.states: list[tuple[float, str]] = []
+        """Each change of its state: the time, and the state from then on."""
         self.not_finite: list[tuple[float, bool]] = []
         """When its loss became no number, or a number again."""
         self.reached = 0
@@ -257,11 +259,11 @@ class WorkerHistory:
         self.began: list[float] = []
         """When it began to take inner steps: at its start, and when it joined or resumed."""
         self.own_work: OwnWork | None = None
-        """Its counters since it joined, whatever was taken back; None for a worker elsewhere."""
+        """Its work since it last joined; None for a worker of another machine."""
         self.earlier_work = OwnWork()
-        """The sum of these counters before it joined again."""
+        """Its work before it last joined."""
         self.heard_of = False
-        """A report of it came with a round."""
+        """A round has brought a report of it."""
         self.most_tokens_told = 0
         """The largest number of tokens that such a report had."""
 

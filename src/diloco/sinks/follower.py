@@ -215,7 +215,7 @@ def _of_round(event: RoundEndedEvent, history: RunHistory) -> Iterator[_Number]:
     step = event.step
     for name in _OF_WORKER_IN_ROUND:
         yield f"round/{name}", getattr(event, name), step, event.worker
-    if not history.rounds.first_told(event):
+    if not history.rounds.was_first_to_tell(event):
         return
     for name in _OF_ROUND:
         yield f"round/{name}", getattr(event, name), step, None

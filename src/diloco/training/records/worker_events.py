@@ -19,7 +19,7 @@ from diloco.data.corpus import Corpus
 from diloco.engines.base import Connection
 from diloco.engines.rounds import Member, Report, RoundResult
 from diloco.history.events import ROUND_STATISTICS, MemberReport, RoundEndedEvent, RoundMember
-from diloco.history.rounds import TOLD
+from diloco.history.rounds import REPORTED_PHASES
 from diloco.models.base import LanguageModel
 from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
@@ -143,7 +143,7 @@ def _result_fields(result: RoundResult) -> dict[str, Any]:
 def told_round(event: RoundEvent) -> tuple[float, ...]:
     """Return what a worker tells the others of a round that has ended for it: `Report.last_round_seconds`."""
     seconds = event.phase_seconds()
-    known = (seconds[f"{name}_seconds"] for name in TOLD)
+    known = (seconds[f"{name}_seconds"] for name in REPORTED_PHASES)
     return (float(event.key.sequence), *(math.nan if value is None else round(value, 4) for value in known))
 
 
