@@ -55,7 +55,7 @@ async def rounds(
                 for w, (_, mean) in zip(workers, results, strict=True)
             }
         )
-        last = workers[-1].node.outcomes.quorum.last
+        last = workers[-1].node.outcomes.quorum.last_plan
         assert last is not None
         if plans is not None:
             plans.append(last)

@@ -53,7 +53,7 @@ def test_invented_members_with_a_live_ones_number_count_in_no_quorum_and_are_rar
         for worker in workers[:3]:
             worker.node.members.add_roster(workers[3].name, invented(swarm, 1))
         await asyncio.sleep(2.0)
-        counted = [worker.node.outcomes.quorum.counted() & set(INVENTED) for worker in workers[:3]]
+        counted = [worker.node.outcomes.quorum.counting_members() & set(INVENTED) for worker in workers[:3]]
         started = clock.now()
         await rounds(workers, 3)
         took = clock.now() - started

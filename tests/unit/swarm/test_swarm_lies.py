@@ -322,7 +322,7 @@ def test_a_vote_for_two_plans_of_one_authority_is_a_proof_and_votes_in_two_attem
         await rounds(workers, 1)
         judge = workers[3].node.outcomes
         notaries = {worker.name: worker.node.outcomes.notary for worker in workers}
-        last = judge.quorum.last
+        last = judge.quorum.last_plan
         assert last is not None
 
         def ended(voters: list[int], attempt: int) -> CertifiedPlan:
@@ -470,7 +470,7 @@ def test_no_worker_follows_a_plan_without_most_members() -> None:
         lone = asyncio.create_task(victim.post(values(1, 1), seconds=3.0))
         await asyncio.sleep(0.2)
         posted = victim.node.participant.rounds[1]
-        last = leader.node.outcomes.quorum.last
+        last = leader.node.outcomes.quorum.last_plan
         assert last is not None
         entries = tuple(Entry(e.peer, posted.contribution) for e in last.entries if e.peer == victim.name)
         made = structs.replace(last, key=posted.posted.key, authority=Authority(9, 0, 1), entries=entries, shares=(),

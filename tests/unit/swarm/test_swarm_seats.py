@@ -270,7 +270,7 @@ def test_no_honest_worker_follows_a_plan_with_a_second_key_of_an_invitation(monk
         posts = (worker.post(values(worker.node.number, 1), seconds=300.0) for worker in workers)
         ended = await asyncio.gather(*posts)
         honest = workers[1:]
-        last = [worker.node.outcomes.quorum.last for worker in honest]
+        last = [worker.node.outcomes.quorum.last_plan for worker in honest]
         plans = [{entry.peer for entry in plan.entries} for plan in last if plan is not None]
         return plans, [one.failure for one, _ in ended[1:]], [worker.node.permissions.bans() for worker in honest]
 
@@ -289,7 +289,7 @@ def test_a_worker_follows_a_plan_with_a_newcomer_once_the_leader_has_named_it() 
         late.permissions._known.drop(newcomer)
         known = late.permissions.has_seat(newcomer)
         ended = await asyncio.gather(*(worker.post(values(worker.node.number, 0)) for worker in workers))
-        last = late.outcomes.quorum.last
+        last = late.outcomes.quorum.last_plan
         assert last is not None
         return known, [outcome.failure for outcome, _ in ended], {entry.peer for entry in last.entries}
 

@@ -59,7 +59,7 @@ class Outcomes:
         self.check = MeanCheck(self.members, calls, self.liars)
         self.recent = RecentRounds(Path(self.members.settings.folder))
         self.quorum = Quorum(self.members)
-        self.liars.is_majority = self.quorum.was_majority
+        self.liars.is_majority = self.quorum.was_majority_in
         self.heartbeats.ended_plan = self._ended_plan
         self.heartbeats.on_other_end = self._compare_ends
         self._told_lost: LruCache[float] = LruCache(MAX_WORKERS)
@@ -110,7 +110,7 @@ class Outcomes:
         except Malformed as problem:
             logger.warning("a commit without a valid certificate: %s", problem)
             return False
-        if not self.quorum.accepts(Agreed(round_.plan, certificate)):
+        if not self.quorum.has_most_votes(Agreed(round_.plan, certificate)):
             logger.info("round %d: most members that count have not voted for it", round_.sequence)
             return False
         if certificate.mean != round_.vote.mean:
@@ -130,7 +130,7 @@ class Outcomes:
             self.recent.add_copy(plan, round_.posted.mean, round_.certificate)
         else:
             self.recent.add(plan, b"", round_.certificate)
-        self.quorum.record(Agreed(plan, round_.certificate))
+        self.quorum.record_end(Agreed(plan, round_.certificate))
         # A contribution that points against the others' is not in the mean, and its worker does not carry it on.
         self.missed.record(plan.key.fragment, [*(entry.peer for entry in plan.contributors), *plan.opposed_peers])
         contributed = round_.number in decision.contributors
@@ -226,7 +226,7 @@ class Outcomes:
         agreed: Agreed | None = None
         try:
             agreed = await self.ask(peer, round_.sequence)
-            if agreed is not None and self.quorum.accepts(agreed):
+            if agreed is not None and self.quorum.has_most_votes(agreed):
                 own = agreed.plan.entry(self.members.me)
                 if own is not None and own.contribution.header == round_.posted.header:
                     async with round_.fetching:
@@ -242,7 +242,7 @@ class Outcomes:
                 self.heartbeats.suspect(peer, problem)
                 await asyncio.sleep(timing.POLL_SECONDS)
                 return
-        decided = agreed is not None and self.quorum.has_decided(agreed)
+        decided = agreed is not None and self.quorum.rules_out_others(agreed)
         if not round_.ended and (decided or self.members.most_ended(round_.sequence)):
             self.members.status.lose_state()
             if agreed is not None and self._has_another_anchor(round_, agreed.plan):

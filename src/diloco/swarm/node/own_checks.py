@@ -69,10 +69,10 @@ class OwnChecks:
 
     def _check_minority(self) -> None:
         quorum = self._participant.outcomes.quorum
-        minority = not quorum.is_here() and self._members.excluded is None
+        minority = not quorum.sees_majority() and self._members.excluded is None
         if minority and not self._minority:
             live = 1 + len(self._members.live())
-            counted = len(quorum.counted())
+            counted = len(quorum.counting_members())
             self._emit("minority", {"number": self._own.number, "here": live, "members": counted})
             logger.warning("%d of %d members are here: no round ends until there are more than half", live, counted)
         self._minority = minority

@@ -85,7 +85,7 @@ class Participant:
         self.layout = own_terms(posted).layout
         self.outcomes.liars.encodings[posted.key.fragment] = Encoding.of(posted)
         status.post(round_.sequence, min(self.rounds))
-        if round_.sequence <= self.outcomes.quorum.voted:
+        if round_.sequence <= self.outcomes.quorum.last_voted:
             round_.fail("this worker has voted in it before, and given it up")
         try:
             async with asyncio.timeout(posted.deadline_seconds):
@@ -159,7 +159,7 @@ class Participant:
 
     def _record_other_model(self, round_: OwnRound, reason: str) -> None:
         """The leader says that this worker trains another model. If the last round had this one's, the leader errs."""
-        last = self.outcomes.quorum.last
+        last = self.outcomes.quorum.last_plan
         if last is None or self.layout not in {entry.parsed.layout_digest for entry in last.entries}:
             round_.fail(reason, fatal=True)
 
@@ -195,7 +195,7 @@ class Participant:
             except (Unreachable, CallRefused, Malformed) as problem:
                 logger.info("round %d: %s does not give its outcome: %s", sequence, peer, problem)
                 continue
-            if agreed is not None and self.outcomes.quorum.has_decided(agreed):
+            if agreed is not None and self.outcomes.quorum.rules_out_others(agreed):
                 self.members.status.lose_state()
                 round_.fail(f"round {sequence} has ended, which this worker gave up", resync=True)
 

@@ -236,7 +236,7 @@ class StateTransfer:
                 return None
             ends: dict[int, bytes] = {}
             if base.snapshot is not None:
-                self.outcomes.quorum.adopt(await self.outcomes.ask_last(source.name, base.sequence))
+                self.outcomes.quorum.adopt_end(await self.outcomes.ask_last(source.name, base.sequence))
                 ends = await self.outcomes.ask_ends(source.name)
                 ends = {number: plan for number, plan in ends.items() if number < base.sequence}
             means, plans, sequence = await self._fetch_means(base.sequence, attempt)
@@ -313,7 +313,7 @@ class StateTransfer:
     async def _check_lone_source(self, peer: str, sequence: int) -> None:
         """Check a source that has no witness. A worker that was in rounds of three or more asks it for a certificate.
         Raises _NotTheSame."""
-        last = self.outcomes.quorum.last
+        last = self.outcomes.quorum.last_plan
         if last is None or len(last.entries) < _MANY or sequence <= last.key.sequence + 1:
             return
         if await self.outcomes.ask(peer, sequence - 1) is None:
@@ -349,7 +349,7 @@ class StateTransfer:
                 if sequence <= source.status.ended_round:
                     raise _NoLongerKept(f"round {sequence} is no longer kept")
                 return tuple(means), plans, sequence
-            if not self.outcomes.quorum.accepts(agreed):
+            if not self.outcomes.quorum.has_most_votes(agreed):
                 raise _NotVotedFor(f"most members that count have not voted for the mean of round {sequence}")
             plan = agreed.plan
             mean = await self.outcomes.fetch_mean(agreed, source.name, attempt.moved) if plan.has_mean else b""
@@ -357,7 +357,7 @@ class StateTransfer:
                 held += len(mean)
                 means.append(RoundMean(plan.key, self._keep(mean, held > MAX_BYTES), plan.decision.plain))
             self.recent.add(plan, mean, agreed.certificate)
-            self.outcomes.quorum.record(agreed)
+            self.outcomes.quorum.record_end(agreed)
             plans.append(plan)
             sequence += 1
 
@@ -379,7 +379,7 @@ class StateTransfer:
         status.take_over(fetched.sequence, fetched.position)
         self.recent.next_to_merge = fetched.sequence
         self._refused_since = None
-        self.outcomes.quorum.take_over(status.ended_round)
+        self.outcomes.quorum.forget_votes_after(status.ended_round)
         self.outcomes.take_over(*self._ended, fetched.sequence)
         self._without_means.clear()
         self._failed.clear()

@@ -20,6 +20,7 @@ from diloco.swarm.network.limits import LruCache
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.plan import MAX_WORKERS
+from diloco.swarm.settings import Settings
 
 MISSES = 3
 _RAREST = 3  # a power of two: every eighth round
@@ -81,6 +82,13 @@ class Attendance:
 
     def may_lead(self, name: str, now: float) -> bool:
         return (self._poor_leaders.get(name) or 0.0) < now
+
+
+def seconds_to_post(slowest_step_seconds: float, settings: Settings, least_seconds: float = 0.0) -> float:
+    """How long workers that were told to post may take, of which the slowest takes so long for an inner step: they post
+    after the step that they are in."""
+    longest = timing.LONGEST_STEP_SHARE * settings.timeout_seconds
+    return min(max(least_seconds, timing.STEP_SHARE * slowest_step_seconds), longest)
 
 
 class _Misses:

@@ -119,7 +119,7 @@ class RoundFollower:
         self._quorum.check_plan(plan)
         if (peer := self._missed.find_excess(plan)) is not None:
             raise CallRefused(f"the plan counts {peer} as more rounds of work than it has missed", "rounds")
-        round_.check_opposed(plan, self._quorum.last)
+        round_.check_opposed(plan, self._quorum.last_plan)
         round_.follow(plan, self._members.now())
         return StartTransfer(plan, self._transfers.patience(plan, self._members.settings.lost_seconds))
 
@@ -168,9 +168,9 @@ class RoundFollower:
     def why_give_up(self, round_: RoundState) -> str | None:
         """Why this worker gives the round up, or None: most others are in a later one, or have been silent for long."""
         reason = None
-        if not self._quorum.can_end(round_.sequence):
+        if not self._quorum.can_still_end(round_.sequence):
             reason = "most other workers are in a later one"
-        if self._quorum.is_here():
+        if self._quorum.sees_majority():
             round_.minority_since = None
             return reason
         now = self._members.now()
@@ -194,7 +194,7 @@ class RoundFollower:
         """The leader that is passed over now, or None. Rounds end in their order: no leader is to blame for a round
         that waits for an earlier one."""
         is_next = round_.sequence == min(self._rounds)
-        may_go_on = is_next and self._members.may_go_on() and self._quorum.is_here()
+        may_go_on = is_next and self._members.may_go_on() and self._quorum.sees_majority()
         return self.leaders.watch(round_, may_go_on=may_go_on)
 
     def may_have_missed(self, round_: RoundState, ended: int) -> bool:

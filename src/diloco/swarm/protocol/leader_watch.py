@@ -4,6 +4,7 @@ from collections import Counter
 
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.protocol import timing
+from diloco.swarm.protocol.attendance import seconds_to_post
 from diloco.swarm.protocol.membership import Membership, Peer
 from diloco.swarm.protocol.plan import Authority
 from diloco.swarm.protocol.round import RoundState
@@ -74,7 +75,7 @@ class LeaderWatch:
         if round_.plan is not None and round_.planned_at is not None and round_.stuck_since is not None:
             round_.stuck_since = max(round_.stuck_since, round_.planned_at)
         round_.stuck_since = round_.stuck_since or now
-        if now - round_.stuck_since > self._longest(round_):
+        if now - round_.stuck_since > self._leader_seconds(round_):
             assert leader is not None
             return self._pass_over(leader, round_)
         return None
@@ -90,18 +91,18 @@ class LeaderWatch:
         statuses = [self._members.status, *(peer.status for peer in self._members.with_state())]
         return 2 * sum(status.is_in(sequence) for status in statuses) > len(statuses)
 
-    def _longest(self, round_: RoundState) -> float:
+    def _leader_seconds(self, round_: RoundState) -> float:
         """How long a leader may take: with a plan for its transfer; without one for the slow workers, if some have not
         posted, and else only for its inquiry, which ends when the last member has answered or is lost."""
         stall = self._settings.stall_seconds
-        timeout = self._settings.timeout_seconds
         if round_.plan is not None:
-            return stall + min(timing.LONGEST_STEP_SHARE * timeout, self._transfers.limit(round_.plan, stall))
+            longest = timing.LONGEST_STEP_SHARE * self._settings.timeout_seconds
+            return stall + min(longest, self._transfers.limit(round_.plan, stall))
         missing = self._missing(round_.sequence)
         if not missing:
             return timing.PLAN_SHARE * self._settings.lost_seconds
         slowest = max(peer.status.step_seconds for peer in missing)
-        return stall + self.patience_seconds + min(timing.LONGEST_STEP_SHARE * timeout, timing.STEP_SHARE * slowest)
+        return stall + self.patience_seconds + seconds_to_post(slowest, self._settings)
 
     def _missing(self, sequence: int) -> list[Peer]:
         """The members that a leader waits for before it makes a plan."""

@@ -19,6 +19,7 @@ from diloco.core.config import Merge
 from diloco.engines.rounds import RoundKey
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.protocol import timing
+from diloco.swarm.protocol.attendance import seconds_to_post
 from diloco.swarm.protocol.certificate import Certificate, Vote, certify, is_most, largest_group
 from diloco.swarm.protocol.membership import Membership, clashes
 from diloco.swarm.protocol.messages import Ended, Posted, Superseded
@@ -154,7 +155,11 @@ class LedRoundState:
         """Whether an earlier leader can have got a certificate from these workers, without the dead and the banned."""
         peers = self._members.peers
         counting = [peer for peer in voters if peer not in banned and (peer not in peers or not peers[peer].gone)]
-        return bool(self._quorum.counted()) and is_most(plan, counting) and self._quorum.may_be_majority(counting)
+        return (
+            bool(self._quorum.counting_members())
+            and is_most(plan, counting)
+            and self._quorum.is_majority_by_plan(counting)
+        )
 
     # Gather
 
@@ -181,14 +186,10 @@ class LedRoundState:
             self._hurried_at = now
             hurry = missing
         slowest = max((peer.status.step_seconds for peer in peers), default=0.0)
-        over = self._hurried_at is not None and now - self._hurried_at > self._grace_seconds(slowest)
-        return Gather(ask, hurry, over and most_are_ready)
-
-    def _grace_seconds(self, slowest_step_seconds: float) -> float:
-        """How long hurried workers may take: the inner step that they are in."""
         least = timing.LEAST_GRACE_SHARE * self._settings.lost_seconds
-        longest = timing.LONGEST_STEP_SHARE * self._settings.timeout_seconds
-        return min(max(least, timing.STEP_SHARE * slowest_step_seconds), longest)
+        grace_seconds = seconds_to_post(slowest, self._settings, least)
+        over = self._hurried_at is not None and now - self._hurried_at > grace_seconds
+        return Gather(ask, hurry, over and most_are_ready)
 
     def end_gathering(self, now: float) -> None:
         self.half_ready_at = self.half_ready_at or now
@@ -198,7 +199,7 @@ class LedRoundState:
         SteppedDown. `ended`: it has ended here."""
         if ended:
             raise SteppedDown("it has ended already")
-        if not self._quorum.can_end(self.key.sequence):
+        if not self._quorum.can_still_end(self.key.sequence):
             raise SteppedDown("most workers are in a later one")
 
     # Plan
@@ -206,7 +207,7 @@ class LedRoundState:
     def may_go_on(self) -> bool:
         """Whether the round may go on: not while most others have just fallen silent, since a split may be between
         them."""
-        return self._members.may_go_on() and self._quorum.is_here()
+        return self._members.may_go_on() and self._quorum.sees_majority()
 
     def make_plan(self) -> Plan:
         """Raises SteppedDown if no plan can be made."""
@@ -228,12 +229,12 @@ class LedRoundState:
             leader=self._members.me,
             entries=entries,
             roster=tuple(sorted({*self._members.roster(), *(entry.number for entry in entries)})),
-            majority=bool(self._quorum.counted()) and is_majority(names),
+            majority=bool(self._quorum.counting_members()) and is_majority(names),
             max_norm_ratio=terms.max_norm_ratio,
             merge=terms.merge,
             shares=self._shares.make(entries),
             rounds=self._missed_rounds.rounds_of(self.key.fragment, entries) if self._counts_missed else (),
-            counted=self._quorum.next_counted(),
+            counted=self._quorum.numbers_that_count_next(),
             last_ended=self._quorum.last_ended,
             opposed=self._opposed_numbers(entries),
         )
@@ -246,7 +247,7 @@ class LedRoundState:
         """The numbers of the workers whose contribution points against the others'; the first plan knows them from the
         last rounds. Empty unless they are fewer than half."""
         if self.authority.attempt == 1:
-            last = self._quorum.last
+            last = self._quorum.last_plan
             before = {*last.opposed_peers} if last is not None else set()
             self.opposed |= {peer for peer in before if not self._members.attendance.compares(peer)}
         opposed = [entry for entry in entries if entry.peer in self.opposed and entry.parsed.claim.weight > 0]

@@ -64,7 +64,7 @@ def claims_the_end(swarm: MemorySwarm, liar: MemoryWorker) -> None:
         return {name: round_ for name, round_ in rounds.items() if round_ is not None}
 
     def forge(sequence: int) -> messages.Outcome:
-        last = node.outcomes.quorum.last
+        last = node.outcomes.quorum.last_plan
         rounds = posted(sequence)
         if last is None or not rounds:
             return messages.Outcome()
@@ -110,7 +110,7 @@ def certify_alone(liars: list[MemoryWorker], asking: MemoryWorker | None = None)
         nonlocal size
         node = liar.node
         kept = node.outcomes.recent.get(node.own.ended_round)
-        last = node.outcomes.quorum.last
+        last = node.outcomes.quorum.last_plan
         if kept is None or last is None or not last.key.sequence < sequence <= last.key.sequence + 2:
             return messages.Outcome()
         key = RoundKey(sequence, last.key.fragment)
