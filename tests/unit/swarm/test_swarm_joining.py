@@ -17,7 +17,7 @@ from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.guest import Guest
 from diloco.swarm.node.places import Places, ReaderPlace
 from diloco.swarm.protocol.certificate import Certificate
-from diloco.swarm.protocol.membership import give_number
+from diloco.swarm.protocol.joining import give_number
 from diloco.swarm.protocol.messages import OpenState, RosterEntry
 from diloco.swarm.protocol.status import MAX_NUMBER
 from diloco.swarm.protocol.wire import encode

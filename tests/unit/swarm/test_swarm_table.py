@@ -12,6 +12,7 @@ from diloco.engines.rounds import RoundKey
 from diloco.swarm.node.node import Node
 from diloco.swarm.protocol import table
 from diloco.swarm.protocol.certificate import Certificate, Vote
+from diloco.swarm.protocol.joining import JOIN_MEANING, JOIN_TRANSITIONS, JoinPhase
 from diloco.swarm.protocol.membership import PEER_MEANING, PEER_TRANSITIONS, Peer, PeerPhase
 from diloco.swarm.protocol.messages import ANSWERS
 from diloco.swarm.protocol.round import MEANING, TRANSITIONS, RoundPhase, RoundState
@@ -32,6 +33,7 @@ def test_the_page_has_the_tables_of_the_code() -> None:
 def test_every_phase_has_its_row() -> None:
     assert set(MEANING) == set(TRANSITIONS) == set(RoundPhase)
     assert set(PEER_MEANING) == set(PEER_TRANSITIONS) == set(PeerPhase)
+    assert set(JOIN_MEANING) == set(JOIN_TRANSITIONS) == set(JoinPhase)
 
 
 def posted() -> RoundState:

@@ -1,16 +1,15 @@
 """Joining the swarm: find a member, say hello to all, get a worker number.
 
-A node looks at the addresses of its invitation and of all peers that this machine's workers have met (peers.json). The
-founder begins a new swarm if no peer answers; every other node must find one.
+A node looks at the addresses of its invitation and of all peers that this machine's workers have met (peers.json). What
+follows from their answers is decided in protocol/joining.py.
 """
 
 import asyncio
 import json
 import logging
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from diloco.errors import Excluded, RendezvousError
-from diloco.own_command import command
 from diloco.swarm.network.known_peers import read_peers
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
@@ -18,9 +17,14 @@ from diloco.swarm.node.calls import addressed
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.members import Members
 from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.membership import clashes
+from diloco.swarm.protocol.joining import (
+    JoinPhase,
+    JoinState,
+    giver_of_another_number,
+    next_look_seconds,
+    number_giver,
+)
 from diloco.swarm.protocol.messages import AskNumber, Number, expect
-from diloco.swarm.protocol.refusals import NOT_ADMITTED
 from diloco.swarm.protocol.wire import Malformed
 from diloco.swarm.run_files import PEERS_FILE, invitation_file, write_private
 from diloco.swarm.settings import Settings
@@ -34,30 +38,45 @@ async def join(heartbeats: Heartbeats) -> None:
     """Afterwards this node has a number. Raises RendezvousError, and Excluded for a worker that is not let in."""
     members = heartbeats.members
     saved = _read_saved(members.settings)
-    for peer, credential in saved.get("seats", {}).items():
-        members.permissions.take_seat_for(str(peer), bytes.fromhex(credential))
-    for peer, reason in saved.get("banned", {}).items():
-        members.permissions.ban(str(peer), str(reason))
-    wished = int(saved.get("number", -1))
-    if saved.get("process", "") >= members.status.process:  # the clock of this machine was set back
-        members.status.process = f"{int(saved['process'][:20]) + 1:020d}{members.status.process[20:]}"
-    if await _find_member(heartbeats):
-        members.status.take_number(await _ask_for_number(heartbeats, wished))
-        if 0 <= wished != members.status.number:  # another worker has taken it since this one was last here
-            _tell_renumbered(members, wished, members.status.number)
-    elif members.settings.founder:
-        members.status.found_run(max(wished, 0))
+    for peer, credential in saved.seats.items():
+        members.permissions.take_seat_for(peer, bytes.fromhex(credential))
+    for peer, reason in saved.banned.items():
+        members.permissions.ban(peer, reason)
+    members.status.start_after(saved.process)
+    joining = JoinState(members.settings, saved.number, clock.now())
+    await _search(heartbeats, joining)
+    await _ask_for_number(heartbeats, joining)
+    if joining.final_error is not None:
+        raise joining.final_error
+    assert joining.number is not None
+    if joining.phase is JoinPhase.FOUNDED:
+        members.status.found_run(joining.number)
     else:
-        tried = [address for addresses in _known_addresses(members).values() for address in addresses]
-        raise RendezvousError(
-            f"no worker of this run answered at {', '.join(tried) or 'any address (none is known)'} within "
-            f"{timing.SEARCH_SECONDS:g} s: is one running there, and its port open? Ask for a fresh invitation "
-            f"({command('invite', 'RUN')}), and see {command('doctor', '-')}"
-        )
-    save(members)
+        members.status.take_number(joining.number)
+        if 0 <= saved.number != joining.number:  # another worker has taken it since this one was last here
+            _tell_renumbered(members, saved.number, joining.number)
+    _use_number(heartbeats)
+
+
+def _use_number(heartbeats: Heartbeats) -> None:
+    """This worker has a number, or another one: save it, and tell all."""
+    members = heartbeats.members
     members.numbers[members.me] = members.status.number
+    save(members)
     for peer in members.live():
         heartbeats.beat_soon(peer.name)
+
+
+@dataclass(frozen=True)
+class _SavedWorker:
+    """What this worker's last start has saved."""
+
+    number: int = -1
+    banned: dict[str, str] = field(default_factory=dict)
+    """Peer -> why."""
+    seats: dict[str, str] = field(default_factory=dict)
+    """Banned peer -> its credential, in hex."""
+    process: str = ""
 
 
 def save(members: Members) -> None:
@@ -71,15 +90,16 @@ def save(members: Members) -> None:
     write_private(members.settings.path(f"{members.settings.name}.json"), json.dumps(values) + "\n")
 
 
-def _read_saved(settings: Settings) -> dict[str, Any]:
+def _read_saved(settings: Settings) -> _SavedWorker:
     try:
         values = json.loads(settings.path(f"{settings.name}.json").read_text())
         process = str(values.get("process", ""))
         int(process[:20] or "0")  # a ValueError if it is not one of name_process
-        seats = dict(values.get("seats", {}))
-        return {"number": int(values["number"]), "banned": dict(values["banned"]), "seats": seats, "process": process}
+        seats = {str(peer): str(credential) for peer, credential in dict(values.get("seats", {})).items()}
+        banned = {str(peer): str(reason) for peer, reason in dict(values["banned"]).items()}
+        return _SavedWorker(int(values["number"]), banned, seats, process)
     except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        return _SavedWorker()
 
 
 def _known_addresses(members: Members) -> dict[str, list[str]]:
@@ -106,30 +126,26 @@ def _vouch_for_own(members: Members) -> None:
     members.permissions.vouch_for([*_own_invitation(members.settings).peers, *met])
 
 
-async def _find_member(heartbeats: Heartbeats) -> bool:
-    """Try all known peers at once, again and again for a while."""
+async def _search(heartbeats: Heartbeats, joining: JoinState) -> None:
+    """Call all known peers at once, again and again; and those that the first ones named, once one lets this worker
+    in."""
     members = heartbeats.members
-    founder = heartbeats.settings.founder
-    end = clock.now() + (timing.FOUNDER_SEARCH_SECONDS if founder else timing.SEARCH_SECONDS)
-    admission_seconds = max(timing.SEARCH_SECONDS, timing.ADMISSION_SHARE * heartbeats.settings.lost_seconds)
-    last = clock.now() + admission_seconds  # while a member answers
-    while True:
+    while joining.phase is JoinPhase.SEARCHING:
         known = _known_addresses(members)
         called = [peer for peer in members.peers.values() if peer.heard_at]
         known |= {peer.name: list(peer.addresses) for peer in called}
         _vouch_for_own(members)
-        problems = await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in known.items()))
-        _check_admitted(problems)
-        if any(problem is None for problem in problems):
-            others = [peer for peer in members.peers.values() if not peer.live]  # those that the first ones named
-            await asyncio.gather(*(_try(heartbeats, peer.name) for peer in others))
-            return True
-        refusals = [problem for problem in problems if isinstance(problem, CallRefused)]
-        if refusals and clock.now() > last:
-            raise RendezvousError(f"the swarm does not admit this worker now: {refusals[0]}; try again later")
-        if not refusals and (clock.now() > end or (founder and not known)):
-            return False
-        await asyncio.sleep(timing.SEARCH_PAUSE_SECONDS)
+        joining.judge_search(known, await _say_hello_to(heartbeats, known), clock.now())
+        if joining.phase is JoinPhase.SEARCHING:
+            await asyncio.sleep(timing.SEARCH_PAUSE_SECONDS)
+    if joining.phase is JoinPhase.ASKING:
+        named = [peer.name for peer in members.peers.values() if not peer.live]
+        await _say_hello_to(heartbeats, dict.fromkeys(named))
+
+
+async def _say_hello_to(heartbeats: Heartbeats, peers: Mapping[str, list[str] | None]) -> list[Exception | None]:
+    """Say hello to all of these peers at once, each at these addresses; the answers as of `_try`."""
+    return await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in peers.items()))
 
 
 async def _try(heartbeats: Heartbeats, peer: str, addresses: list[str] | None = None) -> Exception | None:
@@ -149,17 +165,6 @@ async def _try(heartbeats: Heartbeats, peer: str, addresses: list[str] | None = 
     return None
 
 
-def _check_admitted(problems: list[Exception | None]) -> None:
-    """Raises Excluded if more members turn this worker away for good than let it in: a new member knows no old bans."""
-    away = [
-        problem
-        for problem in problems
-        if (problem.code if isinstance(problem, CallRefused) else getattr(problem, "kind", "")) in NOT_ADMITTED
-    ]
-    if len(away) > problems.count(None):
-        raise Excluded(f"the swarm does not admit this worker: {away[0]}")
-
-
 async def look_for_others(heartbeats: Heartbeats) -> None:
     """Call the peers of the invitation and of peers.json that are no known members: for ever, less and less often.
 
@@ -171,23 +176,18 @@ async def look_for_others(heartbeats: Heartbeats) -> None:
         await asyncio.sleep(pause)
         known = {peer: where for peer, where in _known_addresses(members).items() if peer not in members.peers}
         _vouch_for_own(members)
-        problems = await asyncio.gather(*(_try(heartbeats, peer, addresses) for peer, addresses in known.items()))
-        has_found = any(problem is None for problem in problems)
-        longer = min(timing.LONGEST_LOOK_SECONDS, timing.LOOK_GROWTH * pause)
-        pause = timing.LOOK_SECONDS if has_found else longer
+        problems = await _say_hello_to(heartbeats, known)
+        pause = next_look_seconds(pause, found=any(problem is None for problem in problems))
 
 
 async def settle_number(heartbeats: Heartbeats) -> bool:
     """Ask for another number if another live worker has this one's too; return whether there is a new one."""
     members = heartbeats.members
-    leader = members.leader()
-    if not clashes(members, members.me) or leader in (None, members.me):
+    giver = giver_of_another_number(members)
+    if giver is None:
         return False
     try:
-        answer = await heartbeats.transport.call(
-            leader, addressed(members, leader, AskNumber(-1)), heartbeats.settings.lost_seconds
-        )
-        number = expect(answer, Number).number
+        number = await _ask_number_of(heartbeats, giver, -1)
     except (CallRefused, Malformed, Unreachable) as problem:
         logger.info("no other number yet: %s", problem)
         return False
@@ -195,10 +195,7 @@ async def settle_number(heartbeats: Heartbeats) -> bool:
         return False
     _tell_renumbered(members, members.status.number, number)
     members.status.take_number(number)
-    members.numbers[members.me] = number
-    save(members)
-    for peer in members.live():
-        heartbeats.beat_soon(peer.name)
+    _use_number(heartbeats)
     return True
 
 
@@ -206,29 +203,24 @@ def _tell_renumbered(members: Members, before: int, number: int) -> None:
     members.on_event("renumbered", {"peer": members.me, "before": before, "number": number})
 
 
-async def _ask_for_number(heartbeats: Heartbeats, wished: int) -> int:
+async def _ask_for_number(heartbeats: Heartbeats, joining: JoinState) -> None:
     """Ask the leader; the members agree on which one leads within some beats."""
     members = heartbeats.members
-    end = clock.now() + timing.SEARCH_SECONDS
-    problem = "no worker leads it: none that is known has the state of the run"
-    while clock.now() < end:
-        leader = members.leader()
-        if leader is not None and leader != members.me:
-            name = f"worker {members.number_of(leader)} ({leader[-6:]})"
+    while joining.may_ask(members, clock.now()):
+        giver = number_giver(members)
+        if giver is not None:
             try:
-                request = addressed(members, leader, AskNumber(wished))
-                answer = await heartbeats.transport.call(leader, request, heartbeats.settings.lost_seconds)
-                return expect(answer, Number).number
-            except (CallRefused, Malformed) as refused:
-                problem = f"{name}, which leads it, says: {refused}"
-            except Unreachable as unreachable:
-                problem = f"{name}, which leads it, cannot be reached from here"
-                logger.info("no number from %s: %s", leader, unreachable)
-            logger.info("no number yet: %s", problem)
+                joining.take_number(await _ask_number_of(heartbeats, giver, joining.wished_number))
+                return
+            except (CallRefused, Malformed, Unreachable) as problem:
+                why = joining.record_no_number(members, giver, problem)
+                logger.info("no number yet: %s: %s", why, problem)
         await asyncio.sleep(timing.SEARCH_PAUSE_SECONDS)
-        peers = list(members.peers.values())
-        _check_admitted(await asyncio.gather(*(_try(heartbeats, peer.name) for peer in peers)))
-    raise RendezvousError(
-        f"the swarm has given this worker no number within {timing.SEARCH_SECONDS:g} s: {problem} "
-        f"({len(members.peers)} workers are known); see {command('doctor', '-')}, and try again"
-    )
+        joining.judge_hellos(await _say_hello_to(heartbeats, dict.fromkeys(members.peers)))
+
+
+async def _ask_number_of(heartbeats: Heartbeats, giver: str, wished: int) -> int:
+    """Raises CallRefused, Malformed or Unreachable."""
+    request = addressed(heartbeats.members, giver, AskNumber(wished))
+    answer = await heartbeats.transport.call(giver, request, heartbeats.settings.lost_seconds)
+    return expect(answer, Number).number

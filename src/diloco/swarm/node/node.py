@@ -52,7 +52,7 @@ from diloco.swarm.node.participant import Participant
 from diloco.swarm.node.state_transfer import StateTransfer
 from diloco.swarm.protocol import messages, timing
 from diloco.swarm.protocol.certificate import Agreed
-from diloco.swarm.protocol.membership import give_number
+from diloco.swarm.protocol.joining import give_number
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.protocol.status import MemberStatus, OwnStatus, RunStatus
 from diloco.swarm.protocol.wire import PROTOCOL, Malformed, PeerMessage, encode

@@ -1,7 +1,7 @@
 """The members of a swarm as one worker sees them: which are live, which of them leads, which numbers are taken.
 
 There is no master. The live member with the lowest number that has the state leads rounds (leading.py) and gives
-numbers to joiners (`give_number`); when it is lost, the next one does. The views of two workers may differ for a
+numbers to joiners (joining.py); when it is lost, the next one does. The views of two workers may differ for a
 moment: rounds are safe all the same, since every message of a leader carries an authority (plan.py).
 
 Numbers are labels: a peer's key is its identity, and a worker that returns keeps its number. After a network split two
@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from diloco.swarm.network.limits import PeerRateLimit
-from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.attendance import Attendance
 from diloco.swarm.protocol.messages import RosterEntry
-from diloco.swarm.protocol.status import MAX_NUMBER, OwnStatus, Status
+from diloco.swarm.protocol.status import OwnStatus, Status
 from diloco.swarm.settings import Settings
 from diloco.swarm.trust.permissions import MAX_PEERS
 
@@ -351,31 +350,6 @@ class Membership:
         heard = [other for other in self.peers.values() if other.heard_at]
         numbers = {other.name: other.status.number for other in heard} | {self.me: self.status.number}
         return any(taken == number for other, taken in numbers.items() if other != name)
-
-
-# Numbers
-
-
-def give_number(members: Membership, name: str, wished: int) -> int:
-    """The number of this peer, a new one if another peer with a lower key has it too. Raises CallRefused."""
-    leader = members.leader()
-    if leader != members.me:
-        raise CallRefused(f"{leader} leads, not this worker", "leader")
-    numbers = {**members.numbers, members.me: members.status.number}
-    taken = set(numbers.values())
-    number = numbers.get(name)
-    told = {peer.status.number for peer in members.peers.values() if peer.status.number >= 0}  # as others say
-    if number is None:
-        number = wished if wished >= 0 and wished not in taken else _next(taken | told)
-    elif any(other < name for other, others_number in numbers.items() if others_number == number):
-        number = _next(taken | told)
-    members.numbers[name] = number
-    return number
-
-
-def _next(taken: set[int]) -> int:
-    """The number above all that are taken; the lowest free one if a member claims the highest that there is."""
-    return max(taken) + 1 if max(taken) < MAX_NUMBER else min(set(range(len(taken) + 1)) - taken)
 
 
 def clashes(members: Membership, name: str) -> bool:

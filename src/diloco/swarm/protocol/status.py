@@ -63,7 +63,12 @@ class Status(Struct, forbid_unknown_fields=True):
 class OwnStatus(Status):
     """This worker's own status, as it travels in heartbeats. Only these methods write its place in the run."""
 
-    # The number
+    # The process, and its number
+
+    def start_after(self, earlier: str) -> None:
+        """Name this process above an earlier one of this worker, also if the machine's clock was set back since."""
+        if earlier >= self.process:
+            self.process = f"{int(earlier[:20]) + 1:020d}{self.process[20:]}"
 
     def take_number(self, number: int) -> None:
         self.number = number

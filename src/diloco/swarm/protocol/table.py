@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
+from diloco.swarm.protocol.joining import JOIN_MEANING, JOIN_TRANSITIONS
 from diloco.swarm.protocol.leading import LeadPhase
 from diloco.swarm.protocol.membership import PEER_MEANING, PEER_TRANSITIONS
 from diloco.swarm.protocol.messages import ANSWERS
@@ -28,6 +29,8 @@ def tables() -> str:
             "A worker's round (`protocol/round.py`):",
             _phases(MEANING, TRANSITIONS),
             f"The leader's side of it, as `diloco status` shows it (`protocol/leading.py`): {leading}.",
+            "A worker that joins (`protocol/joining.py`):",
+            _phases(JOIN_MEANING, JOIN_TRANSITIONS),
             "A peer, as a member sees it (`protocol/membership.py`, `protocol/heartbeats.py`):",
             _phases(PEER_MEANING, PEER_TRANSITIONS),
             _table(("message", "meaning", "answers"), requests),
