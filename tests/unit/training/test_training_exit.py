@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.training.processes.local_process import MODEL_CODE
+from diloco.training.processes.launcher import MODEL_CODE
 from diloco.training.processes.start import _stop_on_signals
 
 PROGRAM = """
 import multiprocessing, sys, threading, time
-from diloco.training.processes.worker_process import exit_now
+from diloco.training.processes.launcher import exit_now
 
 def worker():
     lock = multiprocessing.RLock()  # as tqdm makes one: in a spawned process it has a name in the system
@@ -54,12 +54,12 @@ def test_the_exit_code_says_why_a_worker_ended_though_its_log_is_on_a_full_disk(
     program.write_text(
         "import os, sys\n"
         "from diloco.errors import ModelNotWritten\n"
-        "from diloco.training.processes import swarm_worker, worker_process\n"
+        "from diloco.training.processes import launcher, swarm_worker\n"
         "def fail(*_): raise ModelNotWritten('no room')\n"
         "swarm_worker.train_swarm_worker = fail\n"
-        "worker_process.hold_as_worker = lambda folder: None\n"
+        "launcher.hold_as_worker = lambda folder: None\n"
         "class Slot: log = '/dev/full'; run_folder = None; parent = os.getppid()\n"
-        "worker_process.run_worker(None, Slot())\n"
+        "launcher.run_worker(None, Slot())\n"
     )
     ended = subprocess.run([sys.executable, str(program)], check=False, timeout=120)
     assert ended.returncode == MODEL_CODE

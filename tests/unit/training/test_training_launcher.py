@@ -11,8 +11,16 @@ from diloco.history.events import LossNotFiniteEvent, WorkerStartedEvent
 from diloco.history.log import EventLog
 from diloco.training.config.run import RunConfig
 from diloco.training.processes import launcher
-from diloco.training.processes.launcher import MAX_RESTARTS, EndTogether, LaunchedWorker, LocalWorkers, StartAgain
-from diloco.training.processes.local_process import CHECKPOINT_CODE, EXCLUDED_CODE, LocalRank, SwarmSlot
+from diloco.training.processes.launcher import (
+    CHECKPOINT_CODE,
+    EXCLUDED_CODE,
+    MAX_RESTARTS,
+    EndTogether,
+    LaunchedWorker,
+    LocalWorkers,
+    StartAgain,
+)
+from diloco.training.processes.local_process import LocalRank, SwarmSlot
 
 
 class Process:

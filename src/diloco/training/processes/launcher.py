@@ -1,5 +1,7 @@
 """Local workers as processes: starts them, passes a stop on to them, and never leaves one behind. Torch-free.
 
+Both sides are here: the launcher, and the worker's process from its beginning (`run_worker`) to its exit code.
+
 A policy says what becomes of the run when a process ends:
 
 EndTogether    for a fixed set of workers: the run ends with the first that fails (torch.distributed has a fixed
@@ -12,38 +14,59 @@ StartAgain     for workers of a swarm: a worker that was killed, or failed for a
                is not started again. The run has ended when all local workers have.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
-from diloco.errors import CheckpointError, ConfigError, WorkerFailed
+from diloco.errors import (
+    CheckpointError,
+    ConfigError,
+    DiLoCoError,
+    Excluded,
+    LossNotFinite,
+    ModelNotWritten,
+    WorkerFailed,
+)
 from diloco.history.events import LossNotFiniteEvent, WorkerStartedEvent
 from diloco.history.log import EventReader
+from diloco.run_lock import hold_as_worker
 from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.training.config.run import RunConfig
-from diloco.training.processes.local_process import (
-    CHECKPOINT_CODE,
-    CONFIG_CODE,
-    EXCLUDED_CODE,
-    LOSS_CODE,
-    MODEL_CODE,
-    RENDEZVOUS_FILE,
-    STOP_SIGNALS,
-    LocalRank,
-    SwarmSlot,
-)
-from diloco.training.processes.worker_process import run_worker
+from diloco.training.processes.local_process import RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, SwarmSlot
 from diloco.training.records.run_folder import resume_command
 from diloco.training.sizes.room import free_disk, size_text
 
+CONFIG_CODE = 2
+"""Exit code: the configuration is refused."""
+CHECKPOINT_CODE = 3
+"""Exit code: no checkpoint to resume from is usable."""
+EXCLUDED_CODE = 4
+"""Exit code: the swarm refuses this worker, and would refuse it again."""
+LOSS_CODE = 5
+"""Exit code: the loss is not finite, and would be so again."""
+MODEL_CODE = 6
+"""Exit code: training has ended, and the model could not be written."""
+EXIT_CODES: dict[type[DiLoCoError], int] = {
+    ConfigError: CONFIG_CODE,
+    CheckpointError: CHECKPOINT_CODE,
+    Excluded: EXCLUDED_CODE,
+    LossNotFinite: LOSS_CODE,
+    ModelNotWritten: MODEL_CODE,
+}
+"""The exit codes of errors that another start would only meet again; that of any other error is 1."""
 MAX_RESTARTS = 5
 """Each worker of a swarm is started again so often; the count begins at 0 again after RESTED_SECONDS of uptime."""
 RESTED_SECONDS = 1800.0
@@ -56,7 +79,6 @@ _FULL_SECONDS = 5.0
 """Between two looks at a full disk."""
 _FULL_BYTES = 1 << 20
 """A disk with less room is full."""
-_FOR_GOOD = (CONFIG_CODE, CHECKPOINT_CODE, EXCLUDED_CODE, LOSS_CODE, MODEL_CODE)
 
 
 @dataclass
@@ -278,7 +300,13 @@ class StartAgain(RestartPolicy):
         local = worker.local
         if time.monotonic() - worker.started > RESTED_SECONDS:
             worker.restarts = 0
-        if code == 0 or code in _FOR_GOOD or stopping or worker.restarts >= MAX_RESTARTS or self._in_vain(worker, code):
+        if (
+            code == 0
+            or code in EXIT_CODES.values()
+            or stopping
+            or worker.restarts >= MAX_RESTARTS
+            or self._in_vain(worker, code)
+        ):
             if code and len(self.workers) > 1:
                 self._tell(f"{local} has ended for good ({failure(str(local), local.log, code)}); the others train on")
             return None
@@ -372,3 +400,70 @@ def rotate_log(log: Path) -> None:
         while (older := log.with_suffix(f".{number}.log")).exists():
             number += 1
         log.rename(older)
+
+
+# A worker process from its beginning to its exit code
+
+
+def run_worker(config: RunConfig, local: LocalRank | SwarmSlot) -> NoReturn:
+    """Train in this process, which a launcher has just started, and end it; errors are in its log.
+
+    The log and the watch on the launcher come before the slow import of torch.
+    """
+    _write_to_log(local.log)
+    os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which passes it on once
+    _end_with(local.parent)
+    hold_as_worker(local.run_folder)
+    code = 1
+    try:
+        if isinstance(local, LocalRank):
+            from diloco.training.processes.worker import train_local_rank
+
+            train_local_rank(config, local)
+        else:
+            from diloco.training.processes.swarm_worker import train_swarm_worker
+
+            train_swarm_worker(config, local)
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - the process ends here, and its log must say why
+        code = exit_code(error)
+        traceback.print_exc()  # fails if the log's disk is full
+    finally:
+        exit_now(code)
+
+
+def _write_to_log(path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its launcher is gone, even if that was killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="diloco-parent-watch", daemon=True).start()
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a worker process that ends with this error."""
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process without waiting for a thread: one may still be in a collective that a lost peer never ends.
+
+    Named semaphores of multiprocessing are given back first (tqdm makes one, for example): the launcher would otherwise
+    report them as leaked.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # a launcher without them has none to hand on
+            with suppress(OSError):  # a log on a full disk
+                stream.flush()
+    util._run_finalizers(0)  # type: ignore[attr-defined]
+    os._exit(code)

@@ -1,4 +1,4 @@
-"""What a launcher hands to a worker process, and what the process's exit code means. Torch-free."""
+"""What a launcher and its worker processes both know: a worker's place, its files, what stops it. Torch-free."""
 
 import signal
 from dataclasses import dataclass
@@ -6,16 +6,6 @@ from itertools import accumulate
 from pathlib import Path
 
 RENDEZVOUS_FILE = ".rendezvous"
-CONFIG_CODE = 2
-"""Exit code: the configuration is refused."""
-CHECKPOINT_CODE = 3
-"""Exit code: no checkpoint to resume from is usable."""
-EXCLUDED_CODE = 4
-"""Exit code: the swarm refuses this worker, and would refuse it again."""
-LOSS_CODE = 5
-"""Exit code: the loss is not finite, and would be so again."""
-MODEL_CODE = 6
-"""Exit code: training has ended, and the model could not be written."""
 NO_CUDA = "device = cuda, but this machine has no CUDA device that torch can use: use --device cpu"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -65,11 +55,6 @@ class LocalRank:
         return self.run_folder / "logs" / f"worker-{self.worker}{rank}.log"
 
 
-def worker_name(index: int) -> str:
-    """Return the name of a swarm's local worker, which its files have."""
-    return f"worker-{index}"
-
-
 @dataclass(frozen=True)
 class SwarmSlot:
     """A local worker of a swarm. The swarm gives it its worker number when it joins."""
@@ -97,3 +82,8 @@ class SwarmSlot:
     @property
     def log(self) -> Path:
         return self.run_folder / "logs" / f"{self.name}.log"
+
+
+def worker_name(index: int) -> str:
+    """Return the name of a swarm's local worker, which its files have."""
+    return f"worker-{index}"
