@@ -10,7 +10,7 @@ from diloco.core.outer_optimizers import SGD, Nesterov
 from diloco.engines.base import Engine
 from diloco.engines.header import HEADER_BYTES
 from diloco.errors import ConfigError
-from diloco.training.data_parallel import DataParallel
+from diloco.training.modes import DataParallel
 from support.in_turn import InTurn
 from support.problem import anchors, flat, loss_of, net, train
 from support.threads import in_threads

@@ -14,7 +14,7 @@ from diloco.errors import ConfigError, EngineError
 from diloco.history.events import Event, WarmStartEvent
 from diloco.optimizer import DiLoCo
 from diloco.swarm.protocol.status import MemberStatus, RunStatus
-from diloco.training.data_parallel import DataParallel
+from diloco.training.modes import DataParallel
 from diloco.training.processes.swarm_worker import wait_for_warm_start
 from support.elastic import ElasticWorld
 from support.problem import build, flat, loss_of, net, train

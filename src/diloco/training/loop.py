@@ -46,7 +46,7 @@ from diloco.training.compute import PlacedModel, Precision, prepare
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
 from diloco.training.micro_batches import budget_bytes, fewest_micro_batches, micro_batches
-from diloco.training.modes import DataParallelMode, DiLoCoMode, Mode
+from diloco.training.modes import DataParallel, DiLoCoMode, Mode
 from diloco.training.peers import FixedPeers, Peers
 from diloco.training.records.agreement import Agreement
 from diloco.training.records.outputs import Samples, sample, write_model
@@ -171,10 +171,19 @@ class Training:
         weight = self._weight()
         if self.config.mode == "data-parallel":
             assert isinstance(self.engine, Engine), "RunConfig refuses several ranks in this mode"
-            return DataParallelMode(
-                self.model, self.inner, self.engine, self.config, identity, weight, restoring=restoring
+            return DataParallel(
+                self.model,
+                self.inner,
+                self.engine,
+                sync=self.config.sync,
+                weight=weight,
+                identity=identity,
+                by_tokens=self.config.data.partition == "iid",
+                restoring=restoring,
             )
-        mode = DiLoCoMode(self.model, self.inner, self.engine, self.config, identity, weight, restoring=restoring)
+        mode = DiLoCoMode(
+            self.model, self.inner, self.engine, self.config, self.precision, identity, weight, restoring=restoring
+        )
         loop = mode.averager
         loop.on_post = self._on_post
         loop.on_round = self._on_round
@@ -346,14 +355,14 @@ class Training:
         if self.log.due(position + 1) and bad is None:
             self.log.log(position + 1, loss, norm, rate)
         self._update_report()
-        self.mode.step(self.precision)
+        self.mode.step()
         self.schedule.step()
         self._end_step()
 
     def _average_gradients(self, step: int, loss: Tensor, learnt: int | None) -> None:
         """Without a mean no worker can step: if the reason is that gradients are not finite, say so."""
         try:
-            self.mode.before_clipping(self.precision, learnt)
+            self.mode.before_clipping(learnt)
         except EngineError as error:
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             if all(bool(gradient.isfinite().all()) for gradient in gradients):

@@ -1,50 +1,69 @@
-"""The two ways to train together, behind one face for the loop: DiLoCo, and data parallelism as its baseline."""
+"""The two ways to train together, behind one interface for the loop: DiLoCo, and data parallelism as its baseline.
 
+In data-parallel training the workers average their gradients at every step, through the same codec, engine and byte
+counting as an outer gradient, and then all take the same inner step. The classical baseline sends fp32.
+"""
+
+import hashlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from diloco.core.config import FaultsConfig
+from diloco.codecs.encoded import EncodedVector
+from diloco.codecs.registry import codec
+from diloco.core.config import FaultsConfig, SyncConfig
+from diloco.core.digest import digest
+from diloco.core.fragments import PartLayout
+from diloco.core.options import common_values
 from diloco.core.outer_optimizers import outer_optimizer
 from diloco.engines.base import Connection, Engine
+from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
+from diloco.errors import EngineError, RoundFailed
 from diloco.models.base import LanguageModel
 from diloco.optimizer import DiLoCo
+from diloco.outer.gradient_mean import GradientMean
 from diloco.outer.loop import OuterLoop
+from diloco.outer.tensors import Numbers, TensorPieces, model_tensors
 from diloco.training.compute import Precision
 from diloco.training.config.run import RunConfig, learning_rates, num_rounds
-from diloco.training.data_parallel import DataParallel
 
 _LEAST_WEIGHT = 1e-6
 """The weight of a step's gradient without any token that is learnt; weights of 0 only would be no mean at all."""
 
 
-def _gradient_weight(learnt: int | None, is_iid: bool) -> float | None:
-    """Return the weight of a step's gradients in a mean: the tokens that were learnt. None without a loss mask, or if
-    shards have weights of their own."""
-    return max(float(learnt), _LEAST_WEIGHT) if learnt is not None and is_iid else None
+def _gradient_weight(learnt: int | None, by_tokens: bool) -> float | None:
+    """Return the weight of a step's gradients in a mean: the tokens that were learnt. None without a loss mask, or not
+    `by_tokens`, if shards have weights of their own."""
+    return max(float(learnt), _LEAST_WEIGHT) if learnt is not None and by_tokens else None
 
 
 class Mode(ABC):
-    """The interface of a way to train together. `averager` carries the counters and the report."""
+    """The interface of a way to train together."""
 
-    averager: OuterLoop | DataParallel
     ended_at: int | None = None
     """This worker's last position, noted before the confirmation, which takes all workers to that of the foremost."""
+
+    @property
+    @abstractmethod
+    def averager(self) -> "OuterLoop | DataParallel":
+        """Return what takes part in the rounds: it has the counters and the report."""
 
     @abstractmethod
     def zero_grad(self) -> None: ...
 
     @abstractmethod
-    def before_clipping(self, precision: Precision, learnt: int | None = None) -> None:
-        """Whatever is done with gradients before each worker clips its own. `learnt`: the tokens of this step that the
-        worker learns, if a loss mask leaves others out."""
+    def before_clipping(self, learnt: int | None = None) -> None:
+        """Prepare the gradients, before each worker clips its own. `learnt`: the tokens of this step that the worker
+        learns, if a loss mask leaves others out."""
 
     @abstractmethod
-    def step(self, precision: Precision) -> None: ...
+    def step(self) -> None: ...
 
     @abstractmethod
     def leave_gradients_out(self) -> bool:
@@ -64,9 +83,9 @@ class Mode(ABC):
         """Return the inner steps of this worker itself: its position in the schedule may have jumped."""
 
     @property
-    @abstractmethod
     def skipped_steps(self) -> int:
         """The number of inner steps without a change, since fp16 gradients had overflowed."""
+        return 0
 
     @abstractmethod
     def request_stop(self) -> None:
@@ -78,7 +97,8 @@ class Mode(ABC):
         """Leave the loop and finish now."""
 
     @abstractmethod
-    def finish(self, before_confirming: Callable[[], None]) -> None: ...
+    def finish(self, before_confirming: Callable[[], None]) -> None:
+        """Take the last rounds; `before_confirming` is called before the one that confirms the end."""
 
     @abstractmethod
     def outer_parameters(self) -> AbstractContextManager[None]:
@@ -99,25 +119,26 @@ class Mode(ABC):
         del state
 
 
-def _faults(config: RunConfig) -> FaultsConfig | None:
-    if not config.faults.drop:
-        return None
-    return replace(config.faults, seed=config.seed if config.faults.seed is None else config.faults.seed)
+# DiLoCo
 
 
 class DiLoCoMode(Mode):
+    """DiLoCo, as a run's configuration has it."""
+
     def __init__(
         self,
         model: LanguageModel,
         inner: torch.optim.Optimizer,
         engine: Connection,
         config: RunConfig,
+        precision: Precision,
         identity: str,
         weight: float,
         *,
         restoring: bool,
     ) -> None:
         """`weight`: of this worker's contributions to a mean. `restoring`: a checkpoint is loaded next."""
+        self._precision = precision
         self.optimizer = DiLoCo(
             model,
             inner,
@@ -133,23 +154,26 @@ class DiLoCoMode(Mode):
         )
         self.optimizer.unfinished.silence()  # Training finishes, or says why it failed
         inner.register_step_post_hook(lambda *_: inner.zero_grad())  # a round needs their memory
-        self.averager: OuterLoop = self.optimizer.loop
         self.averager.rates = learning_rates(config.inner, config.steps)
         if not engine.elastic and config.sync.dynamic_steps:
             self.averager.end_at(config.steps)
         self._stop_requested = False
-        self._is_iid = config.data.partition == "iid"
+        self._by_tokens = config.data.partition == "iid"
+
+    @property
+    def averager(self) -> OuterLoop:
+        return self.optimizer.loop
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
-    def before_clipping(self, precision: Precision, learnt: int | None = None) -> None:
-        """A worker's gradients are its own, but for a warm start's."""
-        self.optimizer.average_gradients(_gradient_weight(learnt, self._is_iid))
-        precision.unscale(self.optimizer)
+    def before_clipping(self, learnt: int | None = None) -> None:
+        """Average gradients in a warm start; else a worker's are its own."""
+        self.optimizer.average_gradients(_gradient_weight(learnt, self._by_tokens))
+        self._precision.unscale(self.optimizer)
 
-    def step(self, precision: Precision) -> None:
-        precision.step(self.optimizer)
+    def step(self) -> None:
+        self._precision.step(self.optimizer)
 
     def leave_gradients_out(self) -> bool:
         warm_start = self.optimizer.warm_start
@@ -205,36 +229,110 @@ class DiLoCoMode(Mode):
         self.optimizer.skipped_steps = state["skipped_steps"]
 
 
-class DataParallelMode(Mode):
+def _faults(config: RunConfig) -> FaultsConfig | None:
+    if not config.faults.drop:
+        return None
+    return replace(config.faults, seed=config.seed if config.faults.seed is None else config.faults.seed)
+
+
+# The baseline
+
+_COUNTERS = (
+    "inner_steps", "sequence", "rounds", "rounds_failed", "contributions_refused", "bytes_sent", "sync_seconds"
+)  # fmt: skip
+
+
+class DataParallel(Mode):
+    """Data-parallel training: `average_gradients()` after backward, then clipping, then `step()`."""
+
     def __init__(
         self,
-        model: LanguageModel,
+        model: nn.Module,
         inner: torch.optim.Optimizer,
         engine: Engine,
-        config: RunConfig,
-        identity: str,
-        weight: float,
         *,
-        restoring: bool,
+        sync: SyncConfig,
+        weight: float = 1.0,
+        identity: str = "",
+        by_tokens: bool = True,
+        restoring: bool = False,
     ) -> None:
-        self.averager: DataParallel = DataParallel(
-            model, inner, engine, sync=config.sync, weight=weight, identity=identity, restoring=restoring
-        )
-        self._is_iid = config.data.partition == "iid"
+        """`by_tokens`: with a loss mask a step counts by the tokens that it learns instead of by `weight`.
+
+        `restoring`: a saved state is loaded right after, so no parameters are sent now.
+        """
+        self.inner = inner
+        self.engine = engine
+        self.sync = sync
+        self.weight = weight
+        self._by_tokens = by_tokens
+        tensors = model_tensors(model, inner, send_frozen=False)  # a LoRA's base: its digest is in `identity`
+        self.parameters = tensors.averaged
+        self._gradients = GradientMean(self.parameters, codec(sync.codec), sync.max_norm_ratio)
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
+        self._layout = hashlib.sha256(
+            repr(("data-parallel", shapes, common_values(sync), identity)).encode()
+        ).hexdigest()[:16]
+        whole = self.parameters | tensors.averaged_buffers | tensors.equal_at_start
+        self._start = {} if restoring else whole
+        self.report = Report()
+        self.inner_steps = 0
+        self.sequence = 0
+        self.rounds = 0
+        self.rounds_failed = 0
+        self.contributions_refused = 0
+        self.bytes_sent = 0
+        self.sync_seconds = 0.0
+        self.stopping = False
+        engine.serve_state(self._state)
+        self._join(engine.fetch_state())
+
+    @property
+    def averager(self) -> "DataParallel":
+        return self
 
     def zero_grad(self) -> None:
-        self.averager.zero_grad()
+        self._gradients.zero_grad()
 
-    def before_clipping(self, precision: Precision, learnt: int | None = None) -> None:  # noqa: ARG002 - fp16 is refused
-        self.averager.weight = _gradient_weight(learnt, self._is_iid) or self.averager.weight
-        self.averager.average_gradients()
+    def before_clipping(self, learnt: int | None = None) -> None:
+        self.weight = _gradient_weight(learnt, self._by_tokens) or self.weight
+        self.average_gradients()
 
-    def step(self, precision: Precision) -> None:  # noqa: ARG002
-        self.averager.step()
+    def average_gradients(self) -> None:
+        """Every worker's gradient becomes the mean; without a mean it raises, since no worker may step alone."""
+        started = time.monotonic()
+        try:
+            result = self._round(self._gradients.contribution(self.weight, self._layout, self._report()))
+        except RoundFailed as failure:
+            raise EngineError(f"data-parallel step {self.inner_steps + 1} has no mean gradient: {failure}") from failure
+        self._gradients.take(result)
+        self.rounds += 1
+        self.sync_seconds += time.monotonic() - started
+        self.stopping = self.stopping or result.stopping
+
+    def _round(self, contribution: Contribution) -> RoundResult:
+        key = RoundKey(self.sequence, 0)
+        self.sequence += 1
+        result = self.engine.start_round(key, contribution, self.sync.timeout_seconds).wait()
+        self.bytes_sent += result.bytes_sent
+        self.contributions_refused += len(result.refused)
+        return result
+
+    def _report(self) -> Report:
+        return replace(
+            self.report,
+            inner_steps=self.inner_steps,
+            bytes_sent=self.bytes_sent,
+            sync_seconds=self.sync_seconds,
+        )
+
+    def step(self) -> None:
+        self.inner.step()
+        self.inner_steps += 1
 
     def leave_gradients_out(self) -> bool:
-        """Its gradients are not finite either, and are refused by all workers."""
-        self.averager.average_gradients()
+        """Take part all the same: gradients that are not finite are refused by all workers."""
+        self.average_gradients()
         return True
 
     def post_and_merge(self) -> None:
@@ -242,30 +340,70 @@ class DataParallelMode(Mode):
 
     @property
     def steps_taken(self) -> int:
-        return self.averager.inner_steps
+        return self.inner_steps
 
-    @property
-    def skipped_steps(self) -> int:
-        return 0
+    # The end
 
     def request_stop(self) -> None:
-        self.averager.report = replace(self.averager.report, stopping=True)
+        self.report = replace(self.report, stopping=True)
 
     @property
     def must_end(self) -> bool:
         """Return whether all workers know of a stop: the next step's averaging tells them, and all end after it."""
-        return self.averager.stopping
+        return self.stopping
 
-    def finish(self, before_confirming: Callable[[], None]) -> None:
-        self.averager.finish(before_confirming=before_confirming)
+    def finish(self, before_confirming: Callable[[], None] | None = None) -> None:
+        """Take a last exchange without payload: every worker learns the others' final digest and report."""
+        if before_confirming is not None:
+            before_confirming()
+        vector = EncodedVector(codec(self.sync.codec), PartLayout(0))
+        self._round(Contribution(vector, 0.0, 0.0, self.anchor_digest(), self._layout, report=self._report()))
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def anchor_digest(self) -> str:
-        return self.averager.anchor_digest()
-
     def start_from_anchor(self) -> None:
         """The parameters are the same on all workers; the counts are another worker's."""
-        self.averager.bytes_sent = 0
-        self.averager.sync_seconds = 0.0
+        self.bytes_sent = 0
+        self.sync_seconds = 0.0
+
+    # Saving
+
+    def settle(self) -> None:
+        """Do nothing: no round is in flight between two steps."""
+
+    def unsavable(self) -> str | None:
+        """A worker that stops does so after a step like any other, together with all."""
+        return None
+
+    def saved(self) -> tuple[dict[str, TensorPieces], Numbers]:
+        """Everything but the model and the inner optimizer."""
+        return {}, {name: getattr(self, name) for name in _COUNTERS} | {"report": asdict(self.report)}
+
+    def memory_to_load(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
+        """Return the memory to load a saved state into, and what to call then."""
+
+        def loaded() -> None:
+            for name in _COUNTERS:
+                setattr(self, name, numbers[name])
+            self.report = Report(**numbers["report"] | {"stopping": False})
+            self.stopping = False
+
+        return {}, loaded
+
+    @torch.no_grad()
+    def anchor_digest(self) -> str:
+        """Return the digest of the parameters, which every worker must hold in the same bits."""
+        parts = [digest(parameter.detach().float().reshape(-1)) for parameter in self.parameters.values()]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
+    def _state(self) -> GlobalState:
+        tensors = {name: tensor.detach() for name, tensor in self._start.items()}
+        return GlobalState(tensors, {"merged": self.rounds, "inner_steps": 0, "sequence": 0}, self._layout)
+
+    @torch.no_grad()
+    def _join(self, state: GlobalState | None) -> None:
+        if state is not None:
+            for name, tensor in self._start.items():
+                if tensor.data_ptr() != state.tensors[name].data_ptr():
+                    tensor.copy_(state.tensors[name])

@@ -17,7 +17,7 @@ from diloco.engines.rounds import GlobalState
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import EngineError
 from diloco.optimizer import DiLoCo
-from diloco.training.data_parallel import DataParallel
+from diloco.training.modes import DataParallel
 from support.problem import Story, anchors, build, flat, loss_of, net, train
 from support.processes import in_processes
 from support.sockets import tcp_bytes_sent
