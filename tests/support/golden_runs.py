@@ -11,9 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from diloco.cli.display.comparison import ComparedRun, as_csv, savings, tables
-from diloco.cli.display.live import plain_line, render
+from diloco.cli.display.live import RunView, plain_line, render
 from diloco.cli.display.report import print_report
-from diloco.cli.display.view import RunView
 from diloco.cli.runs.ended_run import describe_end
 from diloco.cli.runs.status import progress_line
 from diloco.core.config import SyncConfig

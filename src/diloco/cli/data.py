@@ -34,6 +34,7 @@ from diloco.data.tokenizer import TOKENIZER_CONFIG_FILES, check_target
 from diloco.errors import ConfigError, DataError
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.start import load_features
+from diloco.training.sizes.room import size_text
 
 _LINE_SECONDS = 10.0
 _WIDEST = 1000
@@ -332,11 +333,3 @@ def age(corpus: CachedCorpus) -> str:
             count = int(seconds // unit)
             return f"{count} {name}{'s' if count > 1 else ''} ago"
     return "just now"
-
-
-def size_text(count: int) -> str:
-    """Write a number of bytes with its unit."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} bytes"

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from diloco.cli.display import live
-from diloco.cli.display.live import Display, plain_line, render
+from diloco.cli.display.live import Display, RunView, plain_line, render
+from diloco.cli.display.numbers import duration
 from diloco.cli.display.report import print_report
-from diloco.cli.display.view import RunView, duration
 from diloco.core.config import SyncConfig
 from diloco.history.log import EVENTS_FILE
 from diloco.history.run_history import LiveHistory

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from diloco.cli.display import live
-from diloco.cli.display.live import Display, plain_line, render
-from diloco.cli.display.view import RunView
+from diloco.cli.display.live import Display, RunView, plain_line, render
 from diloco.core.config import SyncConfig
 from diloco.history.log import EVENTS_FILE
 from diloco.history.run_history import LiveHistory

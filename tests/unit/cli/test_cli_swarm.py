@@ -15,9 +15,8 @@ import pytest
 from rich.console import Console
 
 from diloco.cli.config_parser import parse_config
-from diloco.cli.display.live import plain_line, render
+from diloco.cli.display.live import RunView, plain_line, render
 from diloco.cli.display.run_display import joining_hint
-from diloco.cli.display.view import RunView
 from diloco.cli.join import check_seats
 from diloco.cli.main import run
 from diloco.data.preparation.received_corpus import corpus_files

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco.cli.display.view import RunView
+from diloco.cli.display.live import RunView
 from diloco.cli.runs.status import headlines
 from diloco.dashboard.metrics import exposition
 from diloco.dashboard.runs import Run

@@ -2,8 +2,7 @@
 
 import pytest
 
-from diloco.cli.display.live import plain_line
-from diloco.cli.display.view import RunView
+from diloco.cli.display.live import RunView, plain_line
 from diloco.dashboard.snapshot import snapshot
 from diloco.history.events import read_event
 from diloco.history.workers import WorkerProgress

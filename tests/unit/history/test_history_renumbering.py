@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from diloco.cli.display.view import RunView
+from diloco.cli.display.live import RunView
 from diloco.dashboard.metrics import exposition
 from diloco.dashboard.runs import Run
 from diloco.history.events import StepEvent

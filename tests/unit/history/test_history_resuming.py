@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco.cli.display.view import RunView
+from diloco.cli.display.live import RunView
 from diloco.errors import ConfigError
 from diloco.history.workers import OwnWork
 from diloco.run_lock import hold_as_worker, run_lock

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from diloco.cli.display.live import render
+from diloco.cli.display.live import RunView, render
 from diloco.cli.display.report import print_report
-from diloco.cli.display.view import RunView
 from diloco.core.config import SyncConfig
 from diloco.dashboard.metrics import exposition
 from diloco.dashboard.series import series

@@ -10,8 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.display.report import megabytes, share, times
-from diloco.cli.display.view import duration
+from diloco.cli.display.numbers import duration, megabytes, share, times
 from diloco.core.config import OUTER_NUMBERS
 from diloco.models.pretrained import short_name
 from diloco.training.records.summary import Summary, perplexity_gap

@@ -12,14 +12,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.display.report import megabytes
-from diloco.cli.display.view import RunView, duration
+from diloco.cli.display.numbers import duration, megabytes
 from diloco.history.events import ROUND_STATISTICS
-from diloco.history.figures import MemberFigures
+from diloco.history.figures import MemberFigures, RunFigures
 from diloco.history.notes import RunNote, printable
 from diloco.history.rounds import RoundHistory
 from diloco.history.run_history import LiveHistory, RunHistory
-from diloco.history.workers import WorkerHistory
+from diloco.history.workers import DOING, WorkerHistory
 from diloco.models.pretrained import short_name
 from diloco.training.config.run import RunConfig, turns
 
@@ -41,6 +40,51 @@ class PipeSafeConsole(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python can flush at exit
+
+
+class RunView(RunFigures):
+    """The figures of a run now, and what the display tells besides."""
+
+    def __init__(self, config: RunConfig, history: RunHistory) -> None:
+        super().__init__(history, elastic=config.engine == "swarm")
+        self.config = config
+        self.folder: Path | None = None
+        self.stopping = False
+        self.doing_seconds = 0.0
+        """The seconds for which the workers have been `doing` the same."""
+
+    @property
+    def time_left(self) -> float | None:
+        """The seconds until the run's last step."""
+        return self.seconds_left(self.config.steps)
+
+    @property
+    def sync_share(self) -> float:
+        """The share of the time that was spent on rounds, averaged over the workers of this machine."""
+        shares = [worker.progress.sync_share for worker in self.history.local_workers.values()]
+        return sum(shares) / len(shares) if shares else 0.0
+
+    @property
+    def workers_here(self) -> int:
+        """The number of workers that this machine is to have."""
+        started = self.history.started
+        return self.config.workers if started is None or self.elastic else started.workers
+
+    @property
+    def doing(self) -> str | None:
+        """The words for what the workers do before the first step is logged; None from then on."""
+        workers = self.history.local_workers.values()
+        if any(worker.has_logged for worker in workers):
+            return None
+        if len(workers) < self.workers_here:
+            return DOING["starting"]
+        taken = [worker.first_step_seconds for worker in workers if worker.first_step_seconds is not None]
+        if len(taken) == len(workers):
+            interval = self.config.training.log_interval
+            shown = f"every {interval} steps" if interval < self.config.steps else "at the end"
+            return f"training: the first step took {max(taken):.1f} s, the loss is shown {shown}"
+        state = next(worker.state for worker in workers if worker.first_step_seconds is None)
+        return DOING.get(state, state or DOING["starting"])
 
 
 class Display:

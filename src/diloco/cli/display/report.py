@@ -7,23 +7,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from diloco.cli.display.numbers import duration, megabytes, share, times
 from diloco.cli.display.terminal_plot import loss_plot
-from diloco.cli.display.view import duration
 from diloco.history.events import ROUND_STATISTICS
 from diloco.history.notes import printable
 from diloco.history.run_history import read_history
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.records.run_folder import resume_command
 from diloco.training.records.summary import Summary
-from diloco.training.sizes.room import size_text
-
-
-def megabytes(count: float | None) -> str:
-    if count is None:
-        return "-"
-    if count < 1e6:
-        return size_text(count)
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def print_report(console: Console, folder: Path, summary: Summary) -> None:
@@ -168,14 +159,6 @@ def _baseline(summary: Summary) -> str:
         f"{megabytes(summary['data_parallel_bytes_per_worker'])} for the same steps: "
         f"[bold]{times(summary['communication_reduction'])} as much[/]"
     )
-
-
-def times(ratio: float) -> str:
-    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:,.1f} times"
-
-
-def share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
 
 
 def _anchors(digests: list[str]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.cli.display.view import duration
+from diloco.cli.display.numbers import duration
 from diloco.errors import ConfigError
 from diloco.history.run_history import read_history
 from diloco.run_lock import is_training

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.config_parser import HYPHEN
-from diloco.cli.display.view import duration
+from diloco.cli.display.numbers import duration
 from diloco.cli.runs.ended_run import describe_end, folder_of, summary_of
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RendezvousError
 from diloco.history.figures import RunFigures
