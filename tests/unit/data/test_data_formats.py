@@ -10,7 +10,7 @@ import pytest
 
 from diloco.data.config import DataConfig
 from diloco.data.preparation.corpus_cache import prepare
-from diloco.data.sources import encoding, formats
+from diloco.data.sources import decoding, formats
 from diloco.data.sources.base import Document
 from diloco.data.sources.registry import open_source
 from diloco.errors import DataError
@@ -111,7 +111,7 @@ def test_utf_16_without_a_mark_is_recognised_in_the_message_and_read_with_the_op
 def test_rows_in_another_encoding_are_named_and_read_with_the_option(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoding, "CHUNK_BYTES", 7)  # a character is cut in two by the chunks
+    monkeypatch.setattr(decoding, "CHUNK_BYTES", 7)  # a character is cut in two by the chunks
     content = {"a.jsonl": '{"text": "é"}\n' * 3, "a.json": '[{"text": "é"}]', "a.csv": "text\né\n"}[name]
     path = tmp_path / name
     path.write_bytes(content.encode("latin-1"))
@@ -144,7 +144,7 @@ ROWS: list[object] = [{"text": f'row {i} äß \\ " ] }}', "n": -1.5e3, "x": [Non
 def test_an_array_is_read_element_by_element_whatever_the_chunks(
     tmp_path: Path, indent: int | None, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoding, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(decoding, "CHUNK_BYTES", chunk)
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(json.dumps([*ROWS, "a text"], indent=indent).encode()))
     expected = [*(row["text"] for row in ROWS), "a text"]  # type: ignore[index]
@@ -188,7 +188,7 @@ def test_a_row_that_never_ends_is_refused_before_memory_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "LONGEST_ROW", 1 << 10)
-    monkeypatch.setattr(encoding, "CHUNK_BYTES", 1 << 8)
+    monkeypatch.setattr(decoding, "CHUNK_BYTES", 1 << 8)
     path = tmp_path / "a.json"
     path.write_text('[{"text": "' + "a" * 10_000)
     with pytest.raises(DataError, match=r"a row is longer than"):
