@@ -10,7 +10,6 @@ from msgspec import structs
 
 from attacks import has_begun, instead_of, node
 from attacks.contributions import with_fields
-from diloco.swarm.audit import directions
 from diloco.swarm.network.transport import Stream
 from diloco.swarm.node import comparisons
 from diloco.swarm.node.frames import write_frame
@@ -19,7 +18,7 @@ from diloco.swarm.node.node import Node
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.transfer import Transfer, TransferFailed
 from diloco.swarm.protocol import messages
-from diloco.swarm.protocol.certificate import Certificate, RangeDigest, range_digests
+from diloco.swarm.protocol.certificate import Certificate, RangeDigest, directions_bytes, range_digests
 
 _NAN = bytes.fromhex("007e")  # in fp16
 
@@ -44,7 +43,7 @@ def forged_end() -> None:
         plan = structs.replace(last.plan, key=key, entries=entries, shares=())
         parts, data = last.certificate.num_parts, _NAN * (len(last.mean) // 2)
         notary = own.outcomes.notary
-        told = bytes(directions.size(plan))
+        told = bytes(directions_bytes(plan))
         ranges = tuple(notary.sign_range(plan, digest, told) for digest in range_digests(plan, parts, data))
         vote = notary.vote(plan, parts, ranges)
         return messages.Outcome(plan, Certificate(parts, ranges, {e.peer: vote.signature for e in entries}))
@@ -108,7 +107,7 @@ def different_means() -> None:
         digest.add(wrong)
         await write_frame(stream, wrong, 1.0)
         await write_frame(stream, bytes(comparisons.size(len(self.plan.contributors))), 1.0)
-        told = bytes(directions.size(self.plan))
+        told = bytes(directions_bytes(self.plan))
         signed = node().outcomes.notary.sign_range(self.plan, digest.digest(), told)
         await write_frame(stream, told + signed.signature, 1.0)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.swarm.audit import directions
 from diloco.swarm.node.led_round import LedRound
 from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.protocol.certificate import compares_directions
 from diloco.swarm.protocol.plan import POINTS_AGAINST, Entry, Plan
 from diloco.swarm.simulator.lies import tells_directions, tells_that_all_point_against
 from diloco.swarm.simulator.stories import founded, told
@@ -103,7 +103,7 @@ def test_a_calm_round_takes_one_plan_and_has_the_bits_of_one_in_which_directions
     compared, means, plans = play(3, workers, {})
     _, others, unbounded = play(3, workers, {}, ratio=None)
     assert [plan.authority.attempt for plan in plans] == [1, 1, 1] and not any(plan.opposed for plan in plans)
-    assert directions.compares(plans[0]) == (workers > 2) and not directions.compares(unbounded[0])
+    assert compares_directions(plans[0]) == (workers > 2) and not compares_directions(unbounded[0])
     assert all(torch.equal(one[0], other[0]) for one, other in zip(means, others, strict=True))
     assert all(not outcome.refused for outcomes in compared for outcome in outcomes.values())
 

@@ -18,9 +18,9 @@ from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack as pack_header
 from diloco.engines.rounds import Contribution, Report, RoundKey
 from diloco.errors import EngineError
-from diloco.swarm.audit import directions, merkle
-from diloco.swarm.audit.norms import Encoding, are_long
-from diloco.swarm.audit.notary import Notary
+from diloco.swarm.audit import merkle
+from diloco.swarm.audit.liars import has_signed_both
+from diloco.swarm.audit.norms import Encoding, are_long, sign_contribution
 from diloco.swarm.audit.witnesses import state_digest
 from diloco.swarm.network.transport import CallRefused, Stream
 from diloco.swarm.node import clock
@@ -35,10 +35,12 @@ from diloco.swarm.protocol.certificate import (
     TwoPlans,
     TwoRanges,
     certify,
+    directions_bytes,
     range_digests,
     reducers,
 )
 from diloco.swarm.protocol.messages import Proof, decode
+from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Authority, Entry
 from diloco.swarm.protocol.wire import Malformed, encode
 from diloco.swarm.shared_memory import SharedMemory
@@ -80,7 +82,7 @@ def certified(voters: list[int], mean: bytes = b"mean" * 4) -> tuple[Any, Certif
     made = plan([0, 1, 2])
     names = [entry.peer for entry in made.entries]
     digests = range_digests(made, 4, mean)
-    told = bytes(directions.size(made))
+    told = bytes(directions_bytes(made))
     ranges = tuple(notary(name).sign_range(made, one, told) for name, one in zip(names, digests, strict=True))
     votes = {names[index]: notary(names[index]).vote(made, 4, ranges) for index in voters}
     return made, certify(made, votes)
@@ -235,10 +237,10 @@ def test_a_proof_is_two_means_of_one_plan_that_the_accused_has_signed() -> None:
 
     check = notary(other)
     one, two = signed(accused, bytes(32)), signed(accused, bytes([1] * 32))
-    assert check.is_proof(TwoRanges(made.key, made.digest, accused, one, two))
-    assert not check.is_proof(TwoRanges(made.key, made.digest, accused, one, one))
-    assert not check.is_proof(TwoRanges(made.key, made.digest, accused, one, signed(other, bytes([1] * 32))))
-    assert not check.is_proof(TwoRanges(made.key, bytes(32), accused, one, two))
+    assert has_signed_both(check, TwoRanges(made.key, made.digest, accused, one, two))
+    assert not has_signed_both(check, TwoRanges(made.key, made.digest, accused, one, one))
+    assert not has_signed_both(check, TwoRanges(made.key, made.digest, accused, one, signed(other, bytes([1] * 32))))
+    assert not has_signed_both(check, TwoRanges(made.key, bytes(32), accused, one, two))
 
 
 def test_a_proof_that_proves_nothing_bans_its_sender_when_repeated_and_not_the_accused() -> None:
@@ -643,7 +645,7 @@ def long_parts(poison: float, claimed: float) -> tuple[LongParts, Encoding, Roun
     narrowed = merkle.narrow(leaves[:2], rows, 1, len(leaves), merkle.prove(leaves, rows))
     assert narrowed == merkle.prove(leaves, range(1, 2))
     shown = ShownPart(1, data[width : 2 * width], narrowed)
-    lie = LongParts(name, contribution, notary(name).sign_contribution(key, contribution), (shown,))
+    lie = LongParts(name, contribution, sign_contribution(notary(name), key, contribution), (shown,))
     return lie, Encoding("same", "fp32", vector.layout.part_elements, len(leaves)), key
 
 
@@ -669,7 +671,7 @@ def test_every_member_bans_the_author_of_long_parts_and_the_sender_of_a_false_pr
         liar, false, *others = workers
         lie, _, key = long_parts(1e6, 60.0)
         own = liar.node.outcomes.notary
-        signed = structs.replace(lie, peer=liar.name, signature=own.sign_contribution(key, lie.contribution))
+        signed = structs.replace(lie, peer=liar.name, signature=sign_contribution(own, key, lie.contribution))
         await others[0].node.outcomes.calls.ask(others[1].name, Proof(signed))
         for _ in range(3):
             with pytest.raises(CallRefused):

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from diloco.engines.rounds import Comparison, RoundKey
-from diloco.swarm.audit.notary import Notary
+from diloco.swarm.audit.norms import sign_contribution
 from diloco.swarm.node import comparisons
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.certificate import (
@@ -24,6 +24,7 @@ from diloco.swarm.protocol.certificate import (
     TwoRanges,
     Vote,
 )
+from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Authority
 from diloco.swarm.protocol.status import MemberStatus, RunStatus, Status
 from diloco.swarm.protocol.wire import PROTOCOL, PeerMessage, encode
@@ -134,7 +135,7 @@ BESIDES = {
     "a comparison": comparisons.pack(Comparison((1.0, 2.0, 3.0), (0, 1), 4)),
     "a signed vote": _NOTARY.vote(_PLAN, 3, (_RANGE,)).signature,
     "a signed range": _NOTARY.sign_range(_PLAN, _DIGEST, b"cosines").signature,
-    "a signed contribution": _NOTARY.sign_contribution(RoundKey(6, 0), _CONTRIBUTION),
+    "a signed contribution": sign_contribution(_NOTARY, RoundKey(6, 0), _CONTRIBUTION),
 }
 """What is signed, and what travels outside of messages: a comparison follows the mean of a range on its stream."""
 

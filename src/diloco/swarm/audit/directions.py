@@ -46,13 +46,17 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.registry import codec
-from diloco.swarm.protocol.certificate import SignedRange, reducers
+from diloco.swarm.protocol.certificate import (
+    FEWEST_COMPARED,
+    MOST_COMPARED,
+    SignedRange,
+    compares_directions,
+    directions_bytes,
+    reducers,
+)
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.trainer import PostedRound
 
-FEWEST = 3
-MOST = 64
-"""Contributions whose directions are compared: the pairs of more would be many bytes."""
 _SAMPLED = 8  # parts of a range
 _UNIT = 32767
 _SPREADS = 2.5
@@ -70,16 +74,11 @@ _LEVEL_OF_TWO_AND_LONG = 0.1
 
 def sampled_parts(plan: Plan, reducer: str, num_parts: int) -> list[int]:
     """The parts of a reducer's range in which it compares directions; none where they are not compared."""
-    if not compares(plan):
+    if not compares_directions(plan):
         return []
     parts = plan.ranges(num_parts)[reducer]
     seed = int.from_bytes(hashlib.sha256(b"directions" + plan.digest + reducer.encode()).digest(), "little")
     return sorted(random.Random(seed).sample(parts, min(_SAMPLED, len(parts))))
-
-
-def compares(plan: Plan) -> bool:
-    """Whether directions are compared: not of too few or too many contributions, nor without a bound on norms."""
-    return plan.max_norm_ratio is not None and FEWEST <= len(plan.contributors) <= MOST
 
 
 @torch.no_grad()
@@ -88,12 +87,6 @@ def compare(values: Sequence[Tensor]) -> bytes:
     contribution, as one tensor."""
     cosines = pair_cosines(values)
     return struct.pack(f"<{len(cosines)}h", *(round(_UNIT * cosine) for cosine in cosines))
-
-
-def size(plan: Plan) -> int:
-    """The bytes of what `compare` gives, for the contributors of this plan."""
-    count = len(plan.contributors)
-    return 2 * (count * (count - 1) // 2) if compares(plan) else 0
 
 
 def unpack(reported: bytes) -> list[float]:
@@ -115,13 +108,13 @@ def pair_cosines(values: Sequence[Tensor]) -> list[float]:
 
 def find_opposed(plan: Plan, num_parts: int, ranges: Sequence[SignedRange]) -> dict[str, float]:
     """Contributor that points against the others -> its median cosine with most of them."""
-    if not compares(plan):
+    if not compares_directions(plan):
         return {}
     names = [entry.peer for entry in plan.contributors]
     reported = {
         names.index(reducer): unpack(signed.directions)
         for reducer, signed in zip(reducers(plan, num_parts), ranges, strict=True)
-        if len(signed.directions) == size(plan)
+        if len(signed.directions) == directions_bytes(plan)
     }
     scales = plan.decision.scales or (1.0,) * len(names)
     norms = [entry.parsed.claim.norm * scale for entry, scale in zip(plan.contributors, scales, strict=True)]
@@ -135,7 +128,7 @@ def opposed(norms: Sequence[float], reported: Mapping[int, Sequence[float]]) -> 
     `norms`: with which each of them counts. `reported`: the cosines of all pairs, by the position of their reducer.
     """
     count = len(norms)
-    if not FEWEST <= count <= MOST or not reported:
+    if not FEWEST_COMPARED <= count <= MOST_COMPARED or not reported:
         return {}
     values_of = _by_pair(count, reported)
     cosines = {pair: median_high(values) for pair, values in values_of.items()}
@@ -186,7 +179,7 @@ def told_of(
     """Each reducer but `peer`, with the cosines that it reports of the contribution of `peer` with each other one."""
     names = [entry.peer for entry in plan.contributors]
     for reducer, signed in zip(reducers(plan, posted.num_parts), ranges, strict=True):
-        if reducer != peer and len(signed.directions) == size(plan) > 0:
+        if reducer != peer and len(signed.directions) == directions_bytes(plan) > 0:
             pairs = zip(combinations(names, 2), unpack(signed.directions), strict=True)
             yield reducer, {pair[0] if pair[1] == peer else pair[1]: cosine for pair, cosine in pairs if peer in pair}
 

@@ -8,8 +8,7 @@ number of members say the same.
 import logging
 from collections.abc import Callable, Collection, Sequence
 
-from diloco.swarm.audit.norms import Encoding, are_long
-from diloco.swarm.audit.notary import Notary
+from diloco.swarm.audit.norms import Encoding, are_long, has_signed_contribution
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.members import Members
@@ -22,9 +21,10 @@ from diloco.swarm.protocol.certificate import (
     TwoPlans,
     TwoRanges,
     Vote,
-    find_two_ranges,
+    reducers,
 )
 from diloco.swarm.protocol.messages import Done, Proof
+from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Plan, parse_header
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
 
@@ -113,7 +113,7 @@ class Liars:
         return guilty
 
     def _two_ranges(self, lie: TwoRanges) -> str:
-        if not self._notary.is_proof(lie):
+        if not has_signed_both(self._notary, lie):
             raise Malformed(f"a proof against {lie.peer} that proves nothing")
         return f"it gave workers different means in round {lie.key.sequence}, and has signed both"
 
@@ -121,7 +121,7 @@ class Liars:
         """Why the proof holds; None if this worker does not know how such a contribution is encoded. Raises
         Malformed."""
         header = parse_header(0, lie.contribution.header)
-        if not self._notary.has_signed_contribution(lie.peer, header.key, lie.contribution, lie.signature):
+        if not has_signed_contribution(self._notary, lie.peer, header.key, lie.contribution, lie.signature):
             raise Malformed(f"a proof against {lie.peer} that proves nothing")
         encoding = self.encodings.get(header.key.fragment)
         if encoding is None or encoding.layout_digest != header.layout_digest:
@@ -183,3 +183,27 @@ class Liars:
             await self._calls.ask(peer, proof)
         except (Unreachable, CallRefused, Malformed) as problem:
             logger.info("%s was not told of a lie: %s", peer, problem)
+
+
+def has_signed_both(notary: Notary, lie: TwoRanges) -> bool:
+    """Whether these are two different ranges that the accused has signed."""
+    ranges = (lie.one, lie.other)
+    statements = [signed.digest + signed.directions for signed in ranges]
+    return statements[0] != statements[1] and all(
+        notary.has_signed(lie.peer, signed.signature, "range", lie.key, lie.plan, statement)
+        for signed, statement in zip(ranges, statements, strict=True)
+    )
+
+
+def find_two_ranges(plan: Plan, means: Sequence[Vote | Certificate]) -> TwoRanges | None:
+    """Proof against a reducer that has signed two digests of its range in `means`, whose signatures have been
+    checked."""
+    for one in means:
+        for other in means:
+            names = reducers(plan, one.num_parts)
+            if one.num_parts != other.num_parts:
+                continue
+            for peer, first, second in zip(names, one.ranges, other.ranges, strict=True):
+                if (first.digest, first.directions) != (second.digest, second.directions):
+                    return TwoRanges(plan.key, plan.digest, peer, first, second)
+    return None

@@ -40,7 +40,7 @@ from diloco.swarm.node import clock
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.members import Members
 from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.certificate import Agreed, Bytes, Certificate, SignedRange
+from diloco.swarm.protocol.certificate import Agreed, Bytes, Certificate, SignedRange, compares_directions
 from diloco.swarm.protocol.messages import AskPart, Done, NotHere, Part, Projections
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
@@ -281,7 +281,7 @@ class MeanCheck:
         worker of the pair where it is farthest."""
         plan = round_.agreed.plan
         numbers = round_.numbers
-        if not directions.compares(plan) or self._me not in numbers:
+        if not compares_directions(plan) or self._me not in numbers:
             return []
         far = []
         for teller, told in directions.told_of(plan, round_.agreed.certificate.ranges, self._me, round_.posted):

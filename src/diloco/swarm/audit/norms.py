@@ -8,11 +8,13 @@ import torch
 
 from diloco.codecs.base import Codec
 from diloco.codecs.registry import codec
+from diloco.engines.rounds import RoundKey
 from diloco.swarm.audit import merkle
 from diloco.swarm.protocol.certificate import LongParts
+from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Plan, parse_header
 from diloco.swarm.protocol.wire import Malformed
-from diloco.swarm.trainer import PostedRound
+from diloco.swarm.trainer import PostedRound, PresentWorker
 
 
 class Encoding(NamedTuple):
@@ -59,6 +61,20 @@ def are_long(lie: LongParts, encoding: Encoding) -> bool:
             return False
     norm = norm_of(encoding.codec, [shown.data for shown in lie.parts], encoding.part_elements)
     return not norm <= header.claim.norm * used.norm_slack
+
+
+# The signature that goes with the parts of a contribution: with it a reducer that finds them longer than the header
+# claims can prove that to others.
+
+
+def sign_contribution(notary: Notary, key: RoundKey, contribution: PresentWorker) -> bytes:
+    return notary.sign("contribution", key, contribution.header, contribution.root)
+
+
+def has_signed_contribution(
+    notary: Notary, peer: str, key: RoundKey, contribution: PresentWorker, signature: bytes
+) -> bool:
+    return notary.has_signed(peer, signature, "contribution", key, contribution.header, contribution.root)
 
 
 class NormCheck:

@@ -20,7 +20,6 @@ from msgspec import structs
 from diloco.core.config import Merge
 from diloco.engines.rounds import RoundKey
 from diloco.swarm.audit.directions import find_opposed
-from diloco.swarm.audit.range_signatures import SIGNATURE_BYTES
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.participant import Participant
@@ -28,6 +27,7 @@ from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Certificate, Vote
 from diloco.swarm.protocol.leading import Inquired, LeadPhase, LedRoundState, SteppedDown, code_of, leader_of_most
 from diloco.swarm.protocol.messages import Commit, Done, Ended, Inquire, LedBy, Opposed, Posted, Superseded
+from diloco.swarm.protocol.notary import SIGNATURE_BYTES
 from diloco.swarm.protocol.plan import Authority, Entry, Plan
 from diloco.swarm.protocol.shares import Shares
 from diloco.swarm.protocol.terms import Terms, own_terms

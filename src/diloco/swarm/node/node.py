@@ -33,7 +33,6 @@ from typing import Any
 
 import msgspec
 
-from diloco.swarm.audit.notary import Notary
 from diloco.swarm.network.identity import load_seed
 from diloco.swarm.network.known_peers import KnownPeer, PeersFile, read_peers
 from diloco.swarm.network.limits import PeerRateLimit
@@ -53,6 +52,7 @@ from diloco.swarm.node.state_transfer import StateTransfer
 from diloco.swarm.protocol import messages, timing
 from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.joining import give_number
+from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.protocol.status import MemberStatus, OwnStatus, RunStatus
 from diloco.swarm.protocol.wire import PROTOCOL, Malformed, PeerMessage, encode

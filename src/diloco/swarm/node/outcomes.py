@@ -16,7 +16,6 @@ from pathlib import Path
 
 from diloco.swarm.audit.liars import Liars
 from diloco.swarm.audit.mean_check import MeanCheck
-from diloco.swarm.audit.notary import Notary
 from diloco.swarm.network.limits import LruCache
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
@@ -40,6 +39,7 @@ from diloco.swarm.protocol.messages import (
     RoundsLost,
 )
 from diloco.swarm.protocol.missed_rounds import MissedRounds
+from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import MAX_WORKERS, Plan, parse_header
 from diloco.swarm.protocol.quorum import FEWEST, Quorum
 from diloco.swarm.protocol.wire import Malformed, encode

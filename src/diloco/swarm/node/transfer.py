@@ -30,15 +30,14 @@ from diloco.engines.rounds import Comparison
 from diloco.memory import blank
 from diloco.swarm.audit import directions, merkle
 from diloco.swarm.audit.committed import MAX_PROOF_BYTES, CommittedParts
-from diloco.swarm.audit.norms import NormCheck, norm_of
-from diloco.swarm.audit.notary import Notary
-from diloco.swarm.audit.range_signatures import SIGNATURE_BYTES, RangeSignatures
+from diloco.swarm.audit.norms import NormCheck, has_signed_contribution, norm_of, sign_contribution
 from diloco.swarm.network.transport import Stream, Transport, Unreachable
 from diloco.swarm.node import clock, comparisons
 from diloco.swarm.node.frames import DataFrames, Quiet, read_frame, write_frame
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import LongParts, ShownPart, SignedRange, Vote
 from diloco.swarm.protocol.messages import OpenParts, Withheld
+from diloco.swarm.protocol.notary import SIGNATURE_BYTES, Notary, RangeSignatures
 from diloco.swarm.protocol.plan import Entry, Plan
 from diloco.swarm.protocol.wire import Malformed, encode
 from diloco.swarm.trainer import PostedRound
@@ -183,7 +182,7 @@ class Transfer:
     def _own_signature(self) -> bytes:
         own = self.plan.entry(self._transport.peer)
         assert own is not None
-        return self._notary.sign_contribution(self.plan.key, own.contribution)
+        return sign_contribution(self._notary, self.plan.key, own.contribution)
 
     async def _send(self, stream: Stream, data: memoryview) -> None:
         for first in range(0, len(data), _CHUNK_BYTES):
@@ -209,8 +208,8 @@ class Transfer:
             self._others_comparison += comparisons.unpack(data, contributors, len(rows))
         squares = sum(await asyncio.gather(*norms))
         if rows:
-            told = directions.size(self.plan) + SIGNATURE_BYTES
-            self._signatures.record(stream.peer, await read_frame(stream, told, self._stall))
+            told = await read_frame(stream, self._signatures.told_bytes, self._stall)
+            self._signatures.record(stream.peer, told)
         return squares
 
     @property
@@ -259,7 +258,8 @@ class Transfer:
         proof = signed[SIGNATURE_BYTES:]
         sender = self.plan.entry(stream.peer)
         assert sender is not None
-        if not self._notary.has_signed_contribution(sender.peer, self.plan.key, sender.contribution, signature):
+        contribution = sender.contribution
+        if not has_signed_contribution(self._notary, sender.peer, self.plan.key, contribution, signature):
             raise Malformed("it has not signed its contribution")
         self._committed.signatures[stream.peer] = signature
         self._committed.proofs[stream.peer] = proof

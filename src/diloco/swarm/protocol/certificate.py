@@ -10,7 +10,7 @@ later, and checked alone.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
@@ -24,6 +24,10 @@ from diloco.swarm.trust.signatures import Signature
 Bytes = bytes | bytearray | memoryview
 Sha256 = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
+FEWEST_COMPARED = 3
+MOST_COMPARED = 64
+"""Contributions whose directions are compared: the pairs of more would be many bytes."""
+
 
 class SignedRange(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The digest of the parts of a mean that one worker has reduced, signed by that worker."""
@@ -31,7 +35,8 @@ class SignedRange(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     digest: Sha256
     signature: Signature
     directions: Annotated[bytes, Meta(max_length=1 << 12)] = b""
-    """The cosines of the contributions in some of these parts (directions.py), which the signature covers too."""
+    """The cosines of the contributions in some of these parts (audit/directions.py), which the signature covers too: of
+    `directions_bytes`."""
 
 
 Ranges = Annotated[tuple[SignedRange, ...], Meta(max_length=MAX_WORKERS)]
@@ -116,7 +121,7 @@ class TwoRanges(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class ShownPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An encoded part of a contribution, and the proof that its author was bound to it (merkle.py)."""
+    """An encoded part of a contribution, and the proof that its author was bound to it (audit/merkle.py)."""
 
     part: Annotated[int, Meta(ge=0, le=1 << 40)]
     data: bytes
@@ -141,6 +146,18 @@ def mean_digest(num_parts: int, ranges: Iterable[SignedRange]) -> bytes:
 def reducers(plan: Plan, num_parts: int) -> list[str]:
     """The workers whose ranges are in a mean, in order."""
     return [peer for peer, rows in plan.ranges(num_parts).items() if rows] if plan.has_mean else []
+
+
+def compares_directions(plan: Plan) -> bool:
+    """Whether reducers compare the directions of the contributions: not of too few or too many, nor without a bound on
+    norms."""
+    return plan.max_norm_ratio is not None and FEWEST_COMPARED <= len(plan.contributors) <= MOST_COMPARED
+
+
+def directions_bytes(plan: Plan) -> int:
+    """The bytes of what each reducer signs of the directions of this plan's contributions: two for each pair."""
+    count = len(plan.contributors)
+    return 2 * (count * (count - 1) // 2) if compares_directions(plan) else 0
 
 
 def range_digests(plan: Plan, num_parts: int, mean: Bytes) -> list[bytes]:
@@ -190,17 +207,3 @@ def certify(plan: Plan, votes: Mapping[str, Vote]) -> Certificate | None:
     vote = next(iter(group.values()))
     signatures = {peer: group[peer].signature for peer in sorted(group)}
     return Certificate(vote.num_parts, vote.ranges, signatures)
-
-
-def find_two_ranges(plan: Plan, means: Sequence[Vote | Certificate]) -> TwoRanges | None:
-    """Proof against a reducer that has signed two digests of its range in `means`, whose signatures have been
-    checked."""
-    for one in means:
-        for other in means:
-            names = reducers(plan, one.num_parts)
-            if one.num_parts != other.num_parts:
-                continue
-            for peer, first, second in zip(names, one.ranges, other.ranges, strict=True):
-                if (first.digest, first.directions) != (second.digest, second.directions):
-                    return TwoRanges(plan.key, plan.digest, peer, first, second)
-    return None

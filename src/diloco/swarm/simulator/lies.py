@@ -18,7 +18,14 @@ from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.led_round import LedRound
 from diloco.swarm.node.transfer import Transfer, TransferFailed
 from diloco.swarm.protocol import leading, messages
-from diloco.swarm.protocol.certificate import Certificate, RangeDigest, certify, range_digests, reducers
+from diloco.swarm.protocol.certificate import (
+    Certificate,
+    RangeDigest,
+    certify,
+    directions_bytes,
+    range_digests,
+    reducers,
+)
 from diloco.swarm.protocol.plan import Entry, Plan
 from diloco.swarm.protocol.troubles import Quarrels
 from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker, values
@@ -76,7 +83,7 @@ def claims_the_end(swarm: MemorySwarm, liar: MemoryWorker) -> None:
         made: Plan = structs.replace(last, key=posted_round.key, entries=tuple(entries), majority=True, shares=())
         data = NAN * (posted_round.mean.num_bytes // 4)
         own = node.outcomes.notary
-        told = bytes(directions.size(made))
+        told = bytes(directions_bytes(made))
         ranges = tuple(own.sign_range(made, digest, told) for digest in range_digests(made, parts, data))
         vote = own.vote(made, parts, ranges)
         signatures = dict.fromkeys((entry.peer for entry in made.entries), vote.signature)
@@ -132,7 +139,7 @@ def certify_alone(liars: list[MemoryWorker], asking: MemoryWorker | None = None)
         data = NAN * (size // 4)
         notaries = {member.name: member.node.outcomes.notary for member in liars}
         digests = zip(reducers(made, parts), range_digests(made, parts, data), strict=True)
-        told = bytes(directions.size(made))
+        told = bytes(directions_bytes(made))
         ranges = tuple(notaries[peer].sign_range(made, digest, told) for peer, digest in digests)
         votes = {name: notary.vote(made, parts, ranges) for name, notary in notaries.items()}
         certificate = certify(made, votes)
@@ -179,7 +186,7 @@ def gives_others_another_mean(liar: MemoryWorker, to: set[str], patch: Patcher) 
         digest.add(wrong)
         await write_frame(stream, wrong, 1.0)
         await write_frame(stream, bytes(comparisons.size(len(transfer.plan.contributors))), 1.0)
-        told = bytes(directions.size(transfer.plan))
+        told = bytes(directions_bytes(transfer.plan))
         signed = liar.node.outcomes.notary.sign_range(transfer.plan, digest.digest(), told)
         await write_frame(stream, told + signed.signature, 1.0)
 
