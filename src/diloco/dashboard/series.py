@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from diloco.history.columns import Columns, Numbers
 from diloco.history.events import ROUND_STATISTICS
 from diloco.history.figures import RunFigures, data_parallel_bytes
+from diloco.history.members import GONE
 from diloco.history.rounds import RoundHistory
 from diloco.history.run_history import RunClock, RunHistory
 
@@ -39,7 +40,7 @@ def series(figures: RunFigures, points: int, chosen: set[int] | None = None) -> 
         "start": history.clock.first,
         "workers": {str(n): _own_curve(columns, of_each, axes) for n, columns in logged.items() if n in chosen},
         "validation": _validation(history.validations, until, points, axes),
-        "rates": _rates(rows, axes, chosen, local, _gone(history), until or history.clock.last or 0.0),
+        "rates": _rates(rows, axes, chosen, local, _absences(history)),
         "rounds": _round_curves(figures.rounds, min(points, 600), axes),
         "statistics": [
             {"column": _column(name), "label": statistic.label, "meaning": statistic.meaning}
@@ -50,13 +51,20 @@ def series(figures: RunFigures, points: int, chosen: set[int] | None = None) -> 
     }
 
 
-def _gone(history: RunHistory) -> dict[int, float]:
-    """Return when each worker of this machine ended, and when each member left, was lost or excluded."""
-    ended = {number: worker.ended.time for number, worker in history.workers.items() if worker.ended is not None}
-    return ended | {member.number: member.since for member in RunFigures(history).members if member.gone}
+def _absences(history: RunHistory) -> dict[int, list[tuple[float, float]]]:
+    """Return from when until when each worker was not there: after its end if it is of this machine, and while it had
+    left, was lost or excluded."""
+    absences: dict[int, list[tuple[float, float]]] = {}
+    for number, member in history.members.by_number.items():
+        states = [*member.states, (np.inf, "", "")]
+        absences[number] = [(start, end) for (start, state, _), (end, _, _) in pairwise(states) if state in GONE]
+    for number, worker in history.workers.items():
+        if worker.ended is not None:
+            absences.setdefault(number, []).append((worker.ended.time, np.inf))
+    return absences
 
 
-def _rows_of(columns: dict[str, Numbers], kept: NDArray[np.bool_]) -> dict[str, Numbers]:
+def _rows_of(columns: dict[str, Numbers], kept: NDArray[np.bool_] | NDArray[np.int64]) -> dict[str, Numbers]:
     return {name: column[kept] for name, column in columns.items()}
 
 
@@ -137,8 +145,11 @@ def _mean_curve(rows: dict[int, dict[str, Numbers]], name: str, points: int, axe
 
 
 def _own_curve(row: dict[str, Numbers], points: int, axes: _Axes) -> Json:
-    kept = thin_out(row["loss"], points)
-    return axes.at(row["time"][kept], row["step"][kept]) | {"loss": as_json(row["loss"][kept])}
+    """A worker's loss, with a gap before each of its starts but the first."""
+    row = _rows_of(row, thin_out(row["loss"], points))
+    starts = np.flatnonzero(np.diff(row["start"])) + 1
+    times, steps = (np.insert(row[name], starts, row[name][starts]) for name in ("time", "step"))
+    return axes.at(times, steps) | {"loss": as_json(np.insert(row["loss"], starts, np.nan))}
 
 
 def _validation(columns: Columns, until: float | None, points: int, axes: _Axes) -> Json:
@@ -153,14 +164,12 @@ def _rates(
     axes: _Axes,
     chosen: set[int],
     local: set[int],
-    gone: dict[int, float],
-    now: float,
+    absences: dict[int, list[tuple[float, float]]],
 ) -> Json:
     """Tokens a second of training, and the share of it that was no round, between consecutive moments.
 
-    `local`: the workers of this machine. `gone`: when a worker ended, left or was lost. A worker's own curve begins
-    with the first step that it logged and ends with the last; one elsewhere counts in the sum with its last rate until
-    it is gone, since its reports come late.
+    `local`: the workers of this machine. A worker's own curve begins with the first step that it logged and ends with
+    the last; one elsewhere counts in the sum with its last rate until it is gone, since its reports come late.
     """
     pieces = {number: _pieces(row, axes) for number, row in rows.items()}
     pieces = {number: worker_pieces for number, worker_pieces in pieces.items() if worker_pieces}
@@ -179,9 +188,10 @@ def _rates(
         shares.append(share)
         if number in chosen:
             own[str(number)] = {"tokens_per_second": as_json(rate), "utilization": as_json(share)}
-        held = _held_rate(rate, _HELD_HERE if number in local else len(rate))
-        end = axes.seconds(np.array([gone.get(number, now)]))[0]
-        rate = np.where(np.isnan(rate) & (grid[1:] > end), np.nan, held)
+        absent = np.zeros(len(rate), dtype=bool)
+        for start, end in axes.seconds(np.array(absences.get(number, []))):
+            absent |= (grid[1:] > start) & (grid[1:] <= end)
+        rate = _held_rate(rate, absent, _HELD_HERE if number in local else len(rate))
         total = np.where(np.isnan(rate), total, np.nan_to_num(total) + rate)
     known = np.array(shares)
     counts = (~np.isnan(known)).sum(axis=0)
@@ -223,10 +233,11 @@ def _rate_and_share(pieces: list[dict[str, Numbers]], grid: Numbers) -> tuple[Nu
     return rate, share
 
 
-def _held_rate(rate: Numbers, longest: int) -> Numbers:
-    """The rate with its last known value for up to `longest` moments after it; before its first one it is unknown."""
+def _held_rate(rate: Numbers, absent: NDArray[np.bool_], longest: int) -> Numbers:
+    """The rate with its last known value for up to `longest` moments after it; unknown before its first one, and from
+    an absence to the next one."""
     moments = np.arange(len(rate))
-    known = np.maximum.accumulate(np.where(np.isnan(rate), -1, moments))
+    known = np.maximum.accumulate(np.where(np.isnan(rate) & ~absent, -1, moments))
     held = (known >= 0) & (moments - known <= longest)
     return np.where(held, rate[np.maximum(known, 0)], np.nan)
 

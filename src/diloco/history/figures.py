@@ -59,7 +59,7 @@ class WorkerFigures:
 
     @property
     def tokens(self) -> int:
-        """The tokens that it has trained on, since it joined."""
+        """The tokens that it has trained on, in all its starts."""
         return int(self.values["tokens"] or 0)
 
     @property
@@ -214,8 +214,9 @@ class RunFigures:
 
     @property
     def step(self) -> int:
-        """The step of the slowest worker; in a swarm, of the furthest local one."""
-        return (max if self.elastic else min)((worker.step for worker in self.local), default=0)
+        """The step of the slowest worker; in a swarm, and of a run that has ended, of the furthest local one."""
+        ended = not any(worker.active for worker in self.local)
+        return (max if self.elastic or ended else min)((worker.step for worker in self.local), default=0)
 
     @property
     def loss(self) -> float | None:

@@ -333,7 +333,8 @@ class RunHistory:
         for member in event.members:
             worker = self._worker(member.worker)
             before = worker.progress.step
-            worker.progress.report(member.report, elsewhere=not worker.local, time=event.time)
+            if worker.progress.report(member.report, elsewhere=not worker.local, time=event.time):
+                worker.starts += 1
             worker.heard_of = True
             worker.most_tokens_told = max(worker.most_tokens_told, member.report.tokens or 0)
             if not worker.local and worker.progress.step > before:

@@ -52,7 +52,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class WorkerProgress:
-    """The counters of one worker; `update` with each of its events, in the order of the log."""
+    """The counters of one worker in all its starts; `update` with each of its events, in the order of the log."""
 
     step: int = 0
     loss: float | None = None
@@ -66,6 +66,7 @@ class WorkerProgress:
     def __post_init__(self) -> None:
         self._tokens_per_step = 0
         self._joined_at = 0  # the steps before this position are not this worker's
+        self._before = OwnWork()  # until it joined: what it tells begins at 0 then
         self._first_step: tuple[float, int] | None = None  # of this start: when it ended, and its number
         self._begun: Mark | None = None  # the first mark of this start
         self._marks: deque[Mark] = deque()  # those of the last _WINDOW_SECONDS
@@ -103,24 +104,30 @@ class WorkerProgress:
         self.elapsed_seconds = values["elapsed_seconds"] or 0.0
         self.sync_seconds = values["sync_seconds"] or 0.0
 
-    def report(self, report: MemberReport, *, elsewhere: bool, time: float) -> None:
-        """Take in what the worker told the others with a round, from before that round.
+    def report(self, report: MemberReport, *, elsewhere: bool, time: float) -> bool:
+        """Take in what the worker told the others with a round, from before that round. Return whether it has joined
+        again since the last one.
 
         `elsewhere`: it writes no events into this log, and reports are all that is known of it.
         """
         step = report.inner_steps or 0
-        tokens = report.tokens or 0
-        elapsed_seconds = report.elapsed_seconds or 0.0
-        if step < self.step or tokens < self.tokens or elapsed_seconds < self.elapsed_seconds:
-            return  # the log knows more
+        if step < self.step:
+            return False  # the log knows more
+        fewer = self._before.tokens + (report.tokens or 0) < self.tokens
+        fewer = fewer or self._before.elapsed_seconds + (report.elapsed_seconds or 0.0) < self.elapsed_seconds
+        if fewer and not elsewhere:
+            return False
+        if fewer:  # counters never fall, but when a worker joins
+            self._begin_at(step)
         self.step = step
-        self.tokens = tokens
-        self.elapsed_seconds = elapsed_seconds
-        self.sync_seconds = report.sync_seconds or 0.0
+        self.tokens = self._before.tokens + (report.tokens or 0)
+        self.elapsed_seconds = self._before.elapsed_seconds + (report.elapsed_seconds or 0.0)
+        self.sync_seconds = self._before.sync_seconds + (report.sync_seconds or 0.0)
         if elsewhere:
             self.loss = report.loss
-            self.bytes_sent = report.bytes_sent or 0
+            self.bytes_sent = self._before.bytes_sent + (report.bytes_sent or 0)
             self._mark(time, self.rounds + 1)
+        return fewer
 
     def _restart(self) -> None:
         """Forget the marks of the start before, which say nothing of the present speed."""
@@ -129,12 +136,10 @@ class WorkerProgress:
         self._marks.clear()
 
     def _begin_at(self, position: int) -> None:
-        """Begin at the position of the swarm, and count the worker's own work from 0."""
+        """Begin at the position of the swarm: what the worker tells from now on is its work since then."""
         self.step = position
-        self.tokens = 0
-        self.elapsed_seconds = 0.0
-        self.sync_seconds = 0.0
         self._joined_at = position
+        self._before = OwnWork(self.tokens, self.elapsed_seconds, self.sync_seconds, self.bytes_sent)
         self._restart()
 
     def _logged(self, event: StepEvent) -> None:
@@ -148,7 +153,7 @@ class WorkerProgress:
     def _count(self, event: StepEvent | WorkerEndedEvent) -> None:
         for name in _COUNTERS:
             if (value := getattr(event, name)) is not None:
-                setattr(self, name, value)
+                setattr(self, name, value + getattr(self._before, name, 0))
 
     def _mark_first_step(self, time: float, ended: float, number: int) -> None:
         """Mark where the first step of this start ended. Speed is measured from there: that step may have compiled the
@@ -187,7 +192,7 @@ class WorkerProgress:
 
     def seconds_until(self, step: int) -> float | None:
         """The seconds until this position, at the present speed, with as much time for evaluations as so far."""
-        seconds = self.elapsed_seconds
+        seconds = self.elapsed_seconds - self._before.elapsed_seconds
         positions = self.step - self._joined_at
         if len(self._marks) > 1:
             first, last = self._marks[0], self._marks[-1]

@@ -368,6 +368,34 @@ def test_a_worker_has_no_rate_before_it_joined_and_after_it_was_lost(tmp_path: P
     assert all(total == pytest.approx(2 * TOKENS_PER_STEP) for at, total, _ in rows if 70 < at < 100)
 
 
+def test_a_member_that_was_lost_and_came_back_has_gaps_in_between_and_is_in_no_sum_then(tmp_path: Path) -> None:
+    """Worker 1, of another machine, is in the rounds 0 to 2 of ten and from 6 on, with counters that begin anew."""
+    own = [one for number in range(10) for one in [*round_events(number, 2, 20), step(0, 20 * number + 20)]]
+    events = sorted((one for one in own if one["worker"] == 0), key=lambda one: one["time"])
+    for one in events:
+        if one["type"] == "round" and 3 <= one["sequence"] <= 5:
+            one["members"] = one["members"][:1]
+        elif one["type"] == "round" and one["sequence"] > 5:
+            report, taken = one["members"][1]["report"], 20 * (one["sequence"] - 5)
+            report |= {"tokens": taken * TOKENS_PER_STEP, "elapsed_seconds": 1.0 * taken, "sync_seconds": 0.0}
+    told = {"member": 1, "peer": "p1", "label": ""}
+    events.append(event("member_lost", 70.0, **told, reason="silent for 5 s"))
+    events.append(event("member_joined", 125.0, **told))
+    events.sort(key=lambda one: one["time"])
+    curves = Run(write_run(tmp_path, [started(0, 1), *events], engine="swarm"), "run").series(None, 100, None)
+    rates = curves["rates"]
+    rows = list(zip(rates["seconds"], rates["tokens_per_second"], rates["workers"]["1"]["tokens_per_second"],
+                    strict=True))  # fmt: skip
+    assert all(other is None for at, _, other in rows if 75 < at < 140)
+    assert all(total == pytest.approx(TOKENS_PER_STEP) for at, total, _ in rows if 75 < at < 140)
+    assert any(total == pytest.approx(2 * TOKENS_PER_STEP) for at, total, _ in rows if at < 60)
+    assert any(total == pytest.approx(2 * TOKENS_PER_STEP) for at, total, _ in rows if at > 150)
+    own_curve = curves["workers"]["1"]
+    drawn = list(zip(own_curve["step"], own_curve["loss"], strict=True))
+    assert [at for at, loss in drawn if loss is not None] == [20, 40, 60, 140, 160, 180, 200]
+    assert drawn[3] == (140, None)
+
+
 def test_a_validation_is_drawn_where_it_was_measured_though_it_is_told_with_the_next_round(tmp_path: Path) -> None:
     told = event("validation", 43.5, step=20, loss=3.0, perplexity=20.0, tokens=1000)
     events = [

@@ -5,6 +5,8 @@ import math
 import pytest
 
 from diloco.history.figures import RunFigures
+from diloco.training.config.run import RunConfig
+from diloco.training.records.summary import summarize
 from support.dashboard_runs import event, started, step
 from support.event_log import history_of
 from support.golden_runs import RUNS
@@ -27,6 +29,15 @@ def test_a_worker_that_has_ended_is_done_though_its_network_process_is_alone_by_
     events = [started(0, 1), step(0, 10), end, event("alone", 21.0, member=0)]
     assert history_of(events).workers[0].state == "done"
     assert history_of([events[0], events[3]]).workers[0].state == "alone"
+
+
+def test_the_step_of_a_stopped_run_is_the_one_that_its_summary_tells() -> None:
+    """Ctrl-C ends each worker where it is; while they train, the step is that of the slowest."""
+    steps = [started(0, 2), started(1, 2), step(0, 10), step(1, 20)]
+    ends = [event("worker_finished", 30.0, n, inner_steps=at, stopped_early=True) for n, at in enumerate((16, 20))]
+    assert RunFigures(history_of(steps)).step == 10 and RunFigures(history_of([*steps, ends[1]])).step == 10
+    ended = history_of([*steps, *ends])
+    assert RunFigures(ended).step == 20 == summarize(RunConfig(), ended)["inner_steps"]
 
 
 def test_after_a_resume_it_is_told_again_what_the_workers_do_until_a_step_is_logged() -> None:

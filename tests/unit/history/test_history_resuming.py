@@ -9,6 +9,7 @@ import pytest
 
 from diloco.cli.display.live import RunView
 from diloco.errors import ConfigError
+from diloco.history.figures import RunFigures
 from diloco.history.workers import OwnWork
 from diloco.run_lock import hold_as_worker, run_lock
 from diloco.training.config.run import RunConfig
@@ -49,6 +50,34 @@ def test_the_work_of_a_worker_that_joined_again_adds_up_and_a_resumed_count_goes
     again = [event("joined", 20.0, step=30), step(21.0, 0, 1), step(22.0, 0, 2)]
     assert history_of([step(9.0, 0, 10), *again]).own_work[0] == OwnWork(120, 9.0 + 22.0, 0.0, 12)
     assert history_of([step(9.0, 0, 10), resumed(20.0, 0, 5), step(21.0, 0, 6)]).own_work[0].tokens == 60
+
+
+def test_a_worker_that_joined_again_has_the_same_bytes_and_tokens_in_figures_and_summary() -> None:
+    swarm = event("swarm", 0.0, founded=False)
+    again = [started(19.0, 0), event("joined", 20.0, step=30), *(step(20.0 + number, 0, number) for number in (1, 2))]
+    history = history_of([swarm, started(0.0, 0), step(9.0, 0, 10), *again], elastic=True)
+    figures = RunFigures(history)
+    summary = summarize(RunConfig(engine="swarm"), history)
+    assert (figures.bytes_sent, figures.tokens) == (12, 120) == (summary["bytes_sent_per_worker"], summary["tokens"])
+    assert figures.data_parallel_bytes == summary["data_parallel_bytes_per_worker"]
+    assert figures.local[0].elapsed_seconds == summary["training_seconds"] == 9.0 + 22.0
+
+
+def test_a_worker_elsewhere_that_joined_again_goes_on_where_it_was_lost() -> None:
+    """Its own counters begin at 0 again; before, nothing of it was taken in until they were above the old ones."""
+
+    def reported(time: float, sequence: int, position: int, steps: int) -> Event:
+        report = {"inner_steps": position, "tokens": steps * 10, "bytes_sent": steps, "loss": float(position)}
+        report |= {"elapsed_seconds": steps / 2, "sync_seconds": 0.0}
+        told = {"worker": 1, "anchor_digest": "", "weight": 1.0, "norm": 1.0, "report": report}
+        return event("round", time, sequence=sequence, step=position, fragment=0, failure=None, members=[told])
+
+    before = [reported(10.0 * number, number, 10 * number, 10 * number) for number in (1, 2, 3)]
+    worker = history_of([started(0.0, 0), *before, reported(90.0, 9, 90, 10)], elastic=True).workers[1]
+    assert (worker.progress.step, worker.progress.loss) == (90, 90.0)
+    assert (worker.progress.tokens, worker.progress.bytes_sent) == (400, 40)
+    late = history_of([started(0.0, 0), *before, reported(90.0, 9, 20, 20)], elastic=True).workers[1]
+    assert late.progress.step == 30, "a report from before is late, and no new start"
 
 
 INTERRUPTED = [
