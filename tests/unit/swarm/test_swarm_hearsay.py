@@ -11,7 +11,8 @@ from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol import attendance
-from diloco.swarm.protocol.membership import DIALS_AT_ONCE, DIALS_PER_SECOND, give_number
+from diloco.swarm.protocol.joining import give_number
+from diloco.swarm.protocol.membership import DIALS_AT_ONCE, DIALS_PER_SECOND
 from diloco.swarm.protocol.messages import Goodbye, RosterEntry
 from diloco.swarm.sidecar.process import LogLimit
 from diloco.swarm.simulator.stories import founded, rounds, told
