@@ -51,6 +51,11 @@ def test_a_hostile_worker_harms_the_plain_mean_and_clipping_mends_some_of_it(cor
     assert calm < mended < harmed
 
 
+def test_a_hostile_worker_trains_like_an_honest_one_until_its_round(corpus: Corpus) -> None:
+    honest, hostile = run(corpus), run(corpus, hostile=(0, 1, 2))
+    assert hostile.statistics[0].norm == pytest.approx(honest.statistics[0].norm)  # 2A − θ rounds
+
+
 SAME = [
     {},
     {"inner": {"lr": 3e-3, "warmup_steps": 2, "optimizer": "muon"}, "pretraining_steps": 3},

@@ -147,7 +147,7 @@ class Workers:
     def _post(self, there: list[bool]) -> None:
         first = self.optimizers[0].loop
         for worker, optimizer in enumerate(self.optimizers):
-            if worker in self.arm.hostile and optimizer.loop.due():
+            if worker in self.arm.hostile and first.schedule.posts_at(first.inner_steps):
                 _turn_around(optimizer)
             self._weigh(worker, optimizer)
             optimizer.post()
