@@ -51,70 +51,6 @@ from diloco.outer.tensors import as_tensors, copy_into, model_tensors
 logger = logging.getLogger(__name__)
 
 
-class OuterNumbers:
-    """The numbers of the outer loop that a training loop may read at any time."""
-
-    loop: OuterLoop
-    warm_start: WarmStart | None
-    """The data-parallel steps at the start, if there are any."""
-    _on_round: Callable[[RoundEvent], None] | None = None
-
-    @property
-    def position(self) -> int:
-        """Inner steps in the schedule; where workers come and go, it may jump ahead of those that were taken."""
-        return self.loop.inner_steps
-
-    @property
-    def rounds(self) -> int:
-        """Rounds whose mean is in the anchor, of all fragments of parameters; those of buffers are part of them."""
-        return self.loop.outer_steps
-
-    @property
-    def failures(self) -> int:
-        """Rounds that gave this worker no mean."""
-        return self.loop.rounds_failed
-
-    @property
-    def bytes_sent(self) -> int:
-        """The bytes that this worker has sent in all rounds."""
-        return self.loop.bytes_sent
-
-    @property
-    def similarity(self) -> float | None:
-        """Mean cosine between the outer gradients in the latest mean of two or more workers; None before it."""
-        return mean_cosine(*self.loop.compared)
-
-    @property
-    def stopping(self) -> bool:
-        """A worker called `finish(early=True)`: leave the loop and call `finish()`."""
-        return self.loop.stopping or (self.warm_start is not None and self.warm_start.stopping)
-
-    @property
-    def others_done(self) -> bool:
-        """Another worker has taken all its steps, and waits in `finish()` for the others' rounds.
-
-        Leave the loop and call `finish()` to end with it, or go on: both are right.
-        """
-        return self.loop.others_done
-
-    @property
-    def on_round(self) -> Callable[[RoundEvent], None] | None:
-        """Set it to a function, and it is called after every round, with or without a mean, in this thread.
-
-        A round of the model's buffers, which travel with the last fragment, is part of that fragment's round.
-        """
-        return self._on_round
-
-    @on_round.setter
-    def on_round(self, function: Callable[[RoundEvent], None] | None) -> None:
-        self._on_round = function
-        is_auxiliary = self.loop.is_auxiliary
-        if function is None:
-            self.loop.on_round = None
-        else:
-            self.loop.on_round = lambda event: None if is_auxiliary(event.key) else function(event)
-
-
 def _wrapped_for_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """torch wraps an optimizer's step for hooks and the profiler. Here only where there are any: it takes longer than
     all else in a step without a round."""
@@ -130,9 +66,13 @@ def _wrapped_for_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     return chosen
 
 
-class DiLoCo(OuterNumbers, torch.optim.Optimizer):
+class DiLoCo(torch.optim.Optimizer):
     """Wraps an inner optimizer; every H of its steps, one outer step together with the other workers."""
 
+    loop: OuterLoop
+    warm_start: WarmStart | None
+    """The data-parallel steps at the start, if there are any."""
+    _on_round: Callable[[RoundEvent], None] | None = None
     _step_supports_amp_scaling = True  # GradScaler then calls step() even when it skips: the schedule stays in step
 
     def __init__(
@@ -200,6 +140,63 @@ class DiLoCo(OuterNumbers, torch.optim.Optimizer):
         self.unfinished = UnfinishedSteps(self, engine.worker)
         if engine.workers == 1 and not engine.elastic:
             self.unfinished.silence()
+
+    # What a training loop may read at any time
+
+    @property
+    def position(self) -> int:
+        """Inner steps in the schedule; where workers come and go, it may jump ahead of those that were taken."""
+        return self.loop.inner_steps
+
+    @property
+    def rounds(self) -> int:
+        """Rounds whose mean is in the anchor, of all fragments of parameters; those of buffers are part of them."""
+        return self.loop.outer_steps
+
+    @property
+    def failures(self) -> int:
+        """Rounds that gave this worker no mean."""
+        return self.loop.rounds_failed
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that this worker has sent in all rounds."""
+        return self.loop.bytes_sent
+
+    @property
+    def similarity(self) -> float | None:
+        """Mean cosine between the outer gradients in the latest mean of two or more workers; None before it."""
+        return mean_cosine(*self.loop.compared)
+
+    @property
+    def stopping(self) -> bool:
+        """A worker called `finish(early=True)`: leave the loop and call `finish()`."""
+        return self.loop.stopping or (self.warm_start is not None and self.warm_start.stopping)
+
+    @property
+    def others_done(self) -> bool:
+        """Another worker has taken all its steps, and waits in `finish()` for the others' rounds.
+
+        Leave the loop and call `finish()` to end with it, or go on: both are right.
+        """
+        return self.loop.others_done
+
+    @property
+    def on_round(self) -> Callable[[RoundEvent], None] | None:
+        """Set it to a function, and it is called after every round, with or without a mean, in this thread.
+
+        A round of the model's buffers, which travel with the last fragment, is part of that fragment's round.
+        """
+        return self._on_round
+
+    @on_round.setter
+    def on_round(self, function: Callable[[RoundEvent], None] | None) -> None:
+        self._on_round = function
+        is_auxiliary = self.loop.is_auxiliary
+        if function is None:
+            self.loop.on_round = None
+        else:
+            self.loop.on_round = lambda event: None if is_auxiliary(event.key) else function(event)
 
     def tell(self, *, loss: float | None = None, tokens: int | None = None) -> None:
         """Tell the others, and `diloco status`, of this worker besides its position; call it at any time.
