@@ -98,9 +98,10 @@ class World:
             model = Transformer(SHAPE)
             inner = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
             optimizer = DiLoCo(model, inner, engine, sync=way.sync(), outer=Nesterov(way.lr, momentum))
-            if (pace := optimizer.loop.method(DynamicSteps)) is not None:
-                pace.clock = partial(self._time_of, optimizer.loop)
-                pace.begin_anew()
+            for method in optimizer.loop.methods:
+                if isinstance(method, DynamicSteps):
+                    method.clock = partial(self._time_of, optimizer.loop)
+                    method.begin_anew()
             self.models.append(model)
             self.optimizers.append(optimizer)
 

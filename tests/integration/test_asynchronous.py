@@ -19,6 +19,7 @@ from diloco.errors import ConfigError
 from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.optimizer import DiLoCo
 from support.elastic import ElasticSwarm
+from support.methods import method_of
 from support.problem import Net, build, flat, loss_of
 from support.processes import World as ProcessWorld
 
@@ -127,7 +128,7 @@ def test_with_dynamic_steps_a_slow_worker_arrives_as_often_as_a_fast_one() -> No
     sync = SyncConfig(12, "fp32", asynchronous=True, dynamic_steps=True, timeout_seconds=60.0)
     world = World((1.0, 3.0), sync)
     for worker, optimizer in enumerate(world.optimizers):
-        pace, state = optimizer.loop.method(DynamicSteps), optimizer.loop.state
+        pace, state = method_of(optimizer.loop, DynamicSteps), optimizer.loop.state
         assert pace is not None
         pace.clock = lambda state=state, worker=worker: state.steps_taken * (1.0, 3.0)[worker]  # type: ignore[misc]
         pace.begin_anew()

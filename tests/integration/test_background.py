@@ -45,7 +45,7 @@ def trajectory(sync: SyncConfig) -> list[Tensor]:
                     seen += [parameter.detach().clone() for parameter in model.parameters()]
             seen += [parameter.detach().clone() for parameter in model.parameters()]
             seen += [fragment.anchor.clone() for fragment in optimizer.loop.state.fragments]
-    assert {type(optimizer.loop.replica) for optimizer in world.optimizers} == {outer_loop.kind_of_replica(None, None)}  # type: ignore[arg-type]
+    assert {type(optimizer.loop.replica) for optimizer in world.optimizers} == {outer_loop.choose_replica(None, None)}  # type: ignore[arg-type]
     return seen
 
 
@@ -54,9 +54,9 @@ def test_rounds_in_threads_give_the_bits_of_rounds_without(case: str, monkeypatc
     def kind(replica: type[OneRankReplica]) -> Callable[..., type[OneRankReplica]]:
         return lambda *_: replica
 
-    monkeypatch.setattr(outer_loop, "kind_of_replica", kind(BackgroundReplica))
+    monkeypatch.setattr(outer_loop, "choose_replica", kind(BackgroundReplica))
     beside = trajectory(SYNCS[case])
-    monkeypatch.setattr(outer_loop, "kind_of_replica", kind(OneRankReplica))
+    monkeypatch.setattr(outer_loop, "choose_replica", kind(OneRankReplica))
     assert all(torch.equal(one, other) for one, other in zip(beside, trajectory(SYNCS[case]), strict=True))
 
 

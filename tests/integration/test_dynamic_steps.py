@@ -18,6 +18,7 @@ from diloco.errors import ConfigError
 from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.optimizer import DiLoCo
 from support.elastic import ElasticWorld, Worker
+from support.methods import method_of
 from support.problem import Net, build, loss_of
 from support.processes import in_processes
 from support.threads import in_threads
@@ -55,7 +56,7 @@ class Run:
 
 
 def give_clock(optimizer: DiLoCo, clock: Callable[[], float]) -> None:
-    pace = optimizer.loop.method(DynamicSteps)
+    pace = method_of(optimizer.loop, DynamicSteps)
     assert pace is not None
     pace.clock = clock
     pace.begin_anew()

@@ -38,7 +38,7 @@ def test_a_joiner_has_the_others_anchors_and_position_and_is_in_the_next_rounds(
         torch.cat([fragment.read(span) for fragment in joiner.loop.state.fragments for span in fragment.spans()]),
         anchors(joiner.optimizer),
     )
-    assert joiner.loop.joined_at == joiner.loop.inner_steps == others.inner_steps == 14
+    assert joiner.loop.inner_steps == others.inner_steps == 14
     assert joiner.loop.state.steps_taken == 0 and joiner.loop.state.sequence == others.sequence
     world.step(times=6)
     assert joiner.loop.rounds_failed == joiner.loop.resyncs == 0 and joiner.loop.state.steps_taken == 6
@@ -76,7 +76,7 @@ def test_the_position_of_a_joiner_is_between_the_last_round_and_the_next(positio
     world.step(times=14)
     state_for = world.swarm.state_for
     world.swarm.state_for = lambda worker: replace(state_for(worker), position=position)  # type: ignore[method-assign]
-    assert world.join(1).loop.joined_at == expected
+    assert world.join(1).loop.inner_steps == expected
 
 
 def test_a_joiner_after_the_end_of_the_run_is_at_its_end() -> None:

@@ -165,18 +165,18 @@ FAULTS = {
 def slow_to_merge(engine: Engine, sync: SyncConfig, slow: int) -> Story:
     """Training with one worker that takes its time before each merge."""
     if engine.worker == slow:
-        original = OuterLoop._take_in
+        original = OuterLoop._end_with_result
 
         def take_in(self: OuterLoop, posted: RoundInFlight, result: RoundResult) -> float | None:
             if self.engine is engine:
                 time.sleep(0.01)
             return original(self, posted, result)
 
-        OuterLoop._take_in = take_in  # type: ignore[method-assign]
+        OuterLoop._end_with_result = take_in  # type: ignore[method-assign]
         try:
             return train(engine, sync, 12)
         finally:
-            OuterLoop._take_in = original  # type: ignore[method-assign]
+            OuterLoop._end_with_result = original  # type: ignore[method-assign]
     return train(engine, sync, 12)
 
 

@@ -15,6 +15,7 @@ from diloco.training.config.run import InnerConfig
 from diloco.training.inner import inner_optimizer
 from support.elastic import ElasticWorld
 from support.in_turn import InTurn
+from support.methods import method_of
 from support.problem import flat, net, train
 from support.threads import in_threads
 
@@ -121,7 +122,7 @@ def test_with_muon_the_moments_of_adamw_are_averaged_and_without_an_adam_it_is_r
     inner = inner_optimizer(model, InnerConfig(optimizer="muon"))
     engines = LocalSwarm(2).engines()
     optimizer = DiLoCo(model, inner, engines[0], sync=SYNC)
-    moments = optimizer.loop.method(SecondMoments)
+    moments = method_of(optimizer.loop, SecondMoments)
     assert moments is not None and 0 < moments.moments.layout.numel < flat(model).numel()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="AdamW's second moment, and SGD has none"):

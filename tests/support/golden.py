@@ -20,6 +20,7 @@ from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
 from support.elastic import ElasticSwarm
+from support.methods import method_of
 from support.problem import Net, build, flat
 from support.threads import in_threads
 
@@ -167,7 +168,7 @@ def in_rounds(
 
 def give_clock(recorder: Recorder, seconds: float) -> None:
     """A clock that counts `seconds` for each inner step of this worker."""
-    pace = recorder.optimizer.loop.method(DynamicSteps)
+    pace = method_of(recorder.optimizer.loop, DynamicSteps)
     assert pace is not None
     pace.clock = lambda: recorder.steps_taken * seconds
     pace.begin_anew()

@@ -15,6 +15,7 @@ from diloco.engines.rounds import RoundResult
 from diloco.methods.dynamic_steps import DynamicSteps
 from diloco.optimizer import DiLoCo
 from diloco.outer.rounds import RoundEvent
+from support.methods import method_of
 
 WIDTH, INPUTS, OUTPUTS, BATCH = 48, 12, 3, 8
 _seeding = threading.Lock()  # torch's generator is shared by the threads of a process
@@ -120,7 +121,7 @@ def train(
     it then trains until position `steps`. `more`: for DiLoCo.
     """
     model, optimizer = build(engine, sync, outer=outer, weight=weight, seed=seed, **more)
-    if pace := optimizer.loop.method(DynamicSteps):
+    if pace := method_of(optimizer.loop, DynamicSteps):
         pace.clock = lambda: optimizer.loop.state.steps_taken * seconds[engine.worker]
         pace.begin_anew()
     if built is not None:

@@ -13,6 +13,7 @@ from diloco.core.outer_optimizers import SGD
 from diloco.errors import ConfigError
 from diloco.methods.error_feedback import ErrorFeedback, Feedback
 from support.in_turn import InTurn
+from support.methods import method_of
 from support.problem import anchors, flat
 
 NUMEL = 5000
@@ -30,9 +31,9 @@ def sent_in(vector: EncodedVector) -> torch.Tensor:
 
 
 def error_of(world: InTurn, worker: int) -> torch.Tensor:
-    feedback = world.optimizers[worker].loop.method(Feedback)
+    feedback = method_of(world.optimizers[worker].loop, Feedback)
     assert feedback is not None
-    [error] = feedback.of(0)
+    [error] = feedback.errors_of(0)
     return error.error
 
 

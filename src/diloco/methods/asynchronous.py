@@ -113,7 +113,7 @@ class AsynchronousLoop(FixedLoop):
 
     # Arrivals
 
-    def heard(self, posted: RoundInFlight, result: RoundResult) -> None:
+    def got_result(self, posted: RoundInFlight, result: RoundResult) -> None:
         del posted
         self._stops |= any(member.report.stopping for member in result.members)
 
@@ -121,7 +121,7 @@ class AsynchronousLoop(FixedLoop):
         """Go on from the anchor's answer; the length of the way there."""
         before = self._fragment.anchor.clone()
         self._take(result.mean)
-        self.state.merged(posted.key, posted.work)
+        self.state.merged(posted.key, posted.steps_taken)
         self.state.set_rounds(0, self._anchor.arrivals)
         return float(torch.linalg.vector_norm(self._fragment.anchor - before))
 
@@ -171,7 +171,7 @@ class AsynchronousLoop(FixedLoop):
 
     # Saving
 
-    def settle_own(self) -> None:
+    def before_saving(self) -> None:
         if self._anchor.server is not None:
             self.state.set_rounds(0, self._anchor.server.save())
 

@@ -99,7 +99,7 @@ class Feedback(Method):
         self._errors.setdefault(place.index, []).append((place.lane, feedback))
         return feedback.encode
 
-    def of(self, index: int) -> list[ErrorFeedback]:
+    def errors_of(self, index: int) -> list[ErrorFeedback]:
         """The errors of a fragment, one for each lane that has it."""
         return [feedback for _, feedback in self._errors.get(index, [])]
 
@@ -108,7 +108,7 @@ class Feedback(Method):
             feedback.end_round(None if means is None else means[lane])
 
     def work_dropped(self, index: int) -> None:
-        for feedback in self.of(index):
+        for feedback in self.errors_of(index):
             feedback.clear()
 
     def saved_tensors(self, index: int, means: Means) -> dict[str, list[Tensor]]:

@@ -67,7 +67,7 @@ class MomentsSending(Sending):
     def due(self, turn: int) -> bool:
         return (turn + 1) % self._every == 0
 
-    def rests(self, turn: int, done: bool) -> bool:
+    def is_header_only(self, turn: int, done: bool) -> bool:
         return done or not self.due(turn)
 
     @torch.no_grad()

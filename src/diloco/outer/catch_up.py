@@ -78,7 +78,7 @@ class CatchUp:
         index = posted.key.fragment
         for _, fragment in self._state.fragments_of(index):
             fragment.adopt_anchor(mixing)
-        self._state.merged_at[index] = max(posted.work, self._state.merged_at[index])
+        self._state.merged_at[index] = max(posted.steps_taken, self._state.merged_at[index])
         self._replica.changed(index)
 
     def leave(self, indices: Collection[int]) -> None:

@@ -152,7 +152,7 @@ class ElasticLoop(OuterLoop):
 
     # What rounds do
 
-    def heard(self, posted: RoundInFlight, result: RoundResult) -> None:
+    def got_result(self, posted: RoundInFlight, result: RoundResult) -> None:
         done = {member.worker for member in result.members if member.report.done}
         if self._agreed_last is None and done == {member.worker for member in result.members} | set(result.roster):
             self._agreed_last = posted.key.sequence + self.state.num_fragments - 1

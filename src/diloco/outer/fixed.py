@@ -99,7 +99,7 @@ class FixedLoop(OuterLoop):
                 self._catch_up(index)
                 yield index
 
-    def heard(self, posted: RoundInFlight, result: RoundResult) -> None:
+    def got_result(self, posted: RoundInFlight, result: RoundResult) -> None:
         if run_ends(result.members):
             self._save_before_cut(posted)
             self._end_after(posted)

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 _COUNTERS = ("rounds_failed", "rounds_dropped", "resyncs", "contributions_refused", "bytes_sent", "sync_seconds")
 _LEAST_WORK = 1e-18  # the rate of the last steps may be next to 0
 _CONFIRMATION = -1  # the "fragment" of the last round, in which only headers travel
-
-SomeMethod = TypeVar("SomeMethod", bound=Method)
 
 
 class OuterLoop(ABC):
@@ -91,8 +89,6 @@ class OuterLoop(ABC):
     """Another worker has taken all its steps, and this one has not called `finish` since."""
     compared: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
     """The contributors to the latest mean of several workers, and their inner products."""
-    joined_at: int = 0
-    """The position at which this worker began."""
 
     def __init__(
         self,
@@ -125,9 +121,8 @@ class OuterLoop(ABC):
         more = [group for method in self.methods for group in method.groups()]
         groups, self.schedule = lay_groups(tensors, sync, outer, growth, more)
         common = (self.schedule, common_values(sync), *common)
-        self.replica: Replica = kind_of_replica(sync, engine, tensors)(
-            tensors, engine, groups, sync, self.methods, common
-        )
+        replica_class = choose_replica(sync, engine, tensors)
+        self.replica: Replica = replica_class(tensors, engine, groups, sync, self.methods, common)
         self.state = OuterState(self.replica, self.methods)
         self.evaluation = AnchorEvaluation(self.state, self.replica, serves_copies=self.serves_copies)
         for method in self.methods:
@@ -136,11 +131,6 @@ class OuterLoop(ABC):
     def join(self) -> None:
         """Collective, before the first inner step: serve this worker's state, and take over the others'."""
         self.take_part()
-        self.joined_at = self.inner_steps
-
-    def method(self, kind: type[SomeMethod]) -> SomeMethod | None:
-        """The method of that class, if this run has it."""
-        return next((method for method in self.methods if isinstance(method, kind)), None)
 
     @property
     def inner_steps(self) -> int:
@@ -201,7 +191,7 @@ class OuterLoop(ABC):
         """The fragments to post after the inner steps taken so far, in order."""
 
     @abstractmethod
-    def heard(self, posted: RoundInFlight, result: RoundResult) -> None:
+    def got_result(self, posted: RoundInFlight, result: RoundResult) -> None:
         """A round has a result; its mean is not merged yet."""
 
     @abstractmethod
@@ -223,8 +213,8 @@ class OuterLoop(ABC):
     def end_together(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
         """See DiLoCo.finish."""
 
-    def settle_own(self) -> None:  # noqa: B027 - most kinds have nothing of their own to save
-        """Get ready for the state to be saved."""
+    def before_saving(self) -> None:  # noqa: B027 - most kinds have nothing of their own to save
+        """Called before the state is saved, once the rounds in flight have ended."""
 
     @abstractmethod
     def unsavable(self) -> str | None:
@@ -289,12 +279,12 @@ class OuterLoop(ABC):
         started = time.monotonic()
         with self.count_seconds():
             self.replica.check_unchanged([p for group in self._inner.param_groups for p in group["params"]])
-            turn = self.schedule.turn_of(self.sequence)
+            turn = self.schedule.turn_of(self.state.sequence)
             done = self.report.done
-            rests = self.replica.lanes[0].sending[index].rests(turn, done)
-            dropped = not done and not rests and any(method.drops(self.sequence) for method in self.methods)
+            header_only = self.replica.lanes[0].sending[index].is_header_only(turn, done)
+            dropped = not done and not header_only and any(method.drops(self.state.sequence) for method in self.methods)
             norm, self.report = self.replica.encode(index, turn, report, dropped=dropped)
-            steps = 0 if dropped or rests else self.inner_steps - self.state.jumped - self.state.merged_at[index]
+            steps = 0 if dropped or header_only else self.state.steps_taken - self.state.merged_at[index]
             vectors = [lane.sending[index].vector for lane in self.replica.lanes]
             encoded = time.monotonic()
             posted = self._start(index, vectors, steps, norm, self.replica.digests[index])
@@ -308,7 +298,7 @@ class OuterLoop(ABC):
         self, index: int, vectors: Sequence[EncodedVector], steps: int, norm: float, digest: str
     ) -> RoundInFlight:
         """Post a round. `steps`: the inner steps behind the contribution."""
-        H = self.schedule.turn_steps(self.schedule.turn_of(self.sequence))
+        H = self.schedule.turn_steps(self.schedule.turn_of(self.state.sequence))
         group = None if index == _CONFIRMATION else self.replica.groups[index]
         report = self.report_now()
         contributions = [
@@ -323,13 +313,13 @@ class OuterLoop(ABC):
                 report=report,
                 note=self.note(),
                 round_weight=self.weight * H if self.engine.elastic else math.inf,
-                work=self._work(steps, H),
+                work=self._share_of_round(steps, H),
                 full_weight=self.weight * H,
                 patience_seconds=self.patience_seconds,
             )
             for lane, vector in zip(self.replica.lanes, vectors, strict=True)
         ]
-        key = RoundKey(self.sequence, index)
+        key = RoundKey(self.state.sequence, index)
         pending = self.replica.start_round(key, contributions, self.sync.timeout_seconds)
         posted = RoundInFlight(key, self.inner_steps, steps + self.state.merged_at[index], pending)
         self.in_flight.append(posted)
@@ -342,7 +332,7 @@ class OuterLoop(ABC):
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )
 
-    def _work(self, steps: int, H: int) -> float:
+    def _share_of_round(self, steps: int, H: int) -> float:
         """The latest `steps` inner steps as a share of H steps at the peak rate, by which norms are compared."""
         if self.rates is None or not steps:
             return min(1.0, steps / H)
@@ -361,32 +351,32 @@ class OuterLoop(ABC):
             except RoundFailed as error:
                 waited = time.monotonic() - started
                 failure = error.reason
-                self._take_back(posted, error)
+                self._end_without_result(posted, error)
             else:
                 waited = time.monotonic() - started
-                mean_norm = self._take_in(posted, result)
-            taken = time.monotonic() - started
+                mean_norm = self._end_with_result(posted, result)
+            ended = time.monotonic() - started
         if self.on_round is not None:
-            lost = None if posted.dropped else self.replica.lanes[0].codec_errors[posted.key.fragment]
+            codec_error = None if posted.dropped else self.replica.lanes[0].codec_errors[posted.key.fragment]
             self.on_round(
                 RoundEvent(
                     key=posted.key,
                     inner_step=self.inner_steps,
                     norm=posted.norm,
                     mean_norm=mean_norm,
-                    codec_error=lost,
+                    codec_error=codec_error,
                     result=result,
                     failure=failure,
                     encode_seconds=posted.encode_seconds,
                     flight_seconds=started - posted.posted_at,
                     waited_seconds=waited,
-                    merge_seconds=None if mean_norm is None else taken - waited,
+                    merge_seconds=None if mean_norm is None else ended - waited,
                     dropped=posted.dropped,
                 )
             )
 
-    def _take_back(self, posted: RoundInFlight, failure: RoundFailed) -> None:
-        """A round has failed: its work is in this worker's parameters, and in its next outer gradient."""
+    def _end_without_result(self, posted: RoundInFlight, failure: RoundFailed) -> None:
+        """Count a failed round. Its work is in this worker's parameters, and in its next outer gradient."""
         index = posted.key.fragment
         turn = self.schedule.turn_of(posted.key.sequence)
         self.rounds_failed += 1
@@ -396,17 +386,17 @@ class OuterLoop(ABC):
         if not posted.dropped:
             taken_back = [method.take_back(index, turn) for method in self.methods]
             if not all(taken_back):
-                self.state.merged_at[index] = posted.work
+                self.state.merged_at[index] = posted.steps_taken
         logger.warning("%s; training goes on from this worker's parameters", failure.reason)
 
-    def _take_in(self, posted: RoundInFlight, result: RoundResult) -> float | None:
-        """Merge a round's mean, if it has one; its norm."""
+    def _end_with_result(self, posted: RoundInFlight, result: RoundResult) -> float | None:
+        """Take what a round has told, and merge its mean if it has one; the norm of the mean."""
         key = posted.key
         own = self.engine.worker
         self.others_done |= any(member.report.done for member in result.members if member.worker != own)
         for method in self.methods:
             method.heard(result.members)
-        self.heard(posted, result)
+        self.got_result(posted, result)
         for method in self.methods:
             method.ended(key.fragment, result.means_with(own))
         self.bytes_sent += result.bytes_sent
@@ -429,7 +419,7 @@ class OuterLoop(ABC):
         mixing = 1.0 if posted.dropped else self.mixing
         with self.replica.merge_lock:
             norm = self.replica.merge(posted.key.fragment, result.means, mixing, turn, plain=result.plain)
-            self.state.merged(posted.key, posted.work)
+            self.state.merged(posted.key, posted.steps_taken)
         return norm
 
     def confirm(self) -> None:
@@ -452,7 +442,7 @@ class OuterLoop(ABC):
             self.sync_seconds += time.monotonic() - started
 
     def _training_seconds(self) -> float:
-        for device in {fragment.device for fragment in self.state.fragments}:
+        for device in {tensor.device for tensor in self.replica.tensors.averaged.values()}:
             if device.type == "cuda":  # steps that were only launched are not over
                 torch.cuda.synchronize(device)
         return time.monotonic() - self.sync_seconds - self.evaluation.seconds
@@ -460,8 +450,7 @@ class OuterLoop(ABC):
     # Evaluating
 
     def refuse_while_evaluating(self) -> None:
-        if self.evaluation.active:
-            self.evaluation.refuse_training()
+        self.evaluation.refuse_training()
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         """See DiLoCo.outer_parameters."""
@@ -481,7 +470,7 @@ class OuterLoop(ABC):
         """Wait for the rounds in flight, without merging them: their time has not come."""
         with self.count_seconds():
             self.in_flight = [settle(posted) for posted in self.in_flight]
-            self.settle_own()
+            self.before_saving()
 
     def saved(self) -> tuple[dict[str, TensorPieces], Numbers]:
         """Everything but the model and the inner optimizer; call `settle` first."""
@@ -509,16 +498,17 @@ class OuterLoop(ABC):
             for method in self.methods:
                 method.loaded(numbers)
             self.in_flight = rounds()
-            self.state.unmerged = self.in_flight[0].key.sequence if self.in_flight else self.sequence
+            self.state.unmerged = self.in_flight[0].key.sequence if self.in_flight else self.state.sequence
             self.loaded()
 
         return self.state.saved_tensors() | means, loaded
 
 
-def kind_of_replica(
+def choose_replica(
     sync: SyncConfig, engine: Connection, tensors: ModelTensors
 ) -> type[OneRankReplica] | type[RankedReplica]:
-    """Rounds that overlap with training are computed beside it on a CPU; a GPU needs no threads for that."""
+    """Choose the replica of a worker. Rounds that overlap with training are computed beside it on a CPU; a GPU needs no
+    threads for that."""
     if set(engine.sizes) != {1}:
         return RankedReplica
     on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.averaged.values())

@@ -32,7 +32,7 @@ class RoundInFlight:
     key: RoundKey
     at_step: int
     """The position in the schedule at which it was posted."""
-    work: int
+    steps_taken: int
     """The inner steps that this worker had taken by then."""
     pending: PendingWorkerRound
     posted_at: float = field(default_factory=time.monotonic)

@@ -38,7 +38,7 @@ class Sending(ABC):
     vector: EncodedVector
     """The bytes that travel."""
 
-    def rests(self, turn: int, done: bool) -> bool:  # noqa: ARG002
+    def is_header_only(self, turn: int, done: bool) -> bool:  # noqa: ARG002
         """Whether only a header travels in this turn; `done`: this worker has taken all its steps."""
         return False
 

@@ -83,7 +83,7 @@ class OuterState:
         merged_at = self.merged_at
         if self.num_tensor_groups < self.num_fragments:
             merged_at = merged_at[: self.num_tensor_groups]
-        return self.inner_steps - self.jumped - min(merged_at)
+        return self.steps_taken - min(merged_at)
 
     def jump_to(self, position: int) -> None:
         """Forward only; the steps between count as no work of this worker's."""
@@ -97,12 +97,12 @@ class OuterState:
         self.inner_steps -= past
         self.jumped -= past
 
-    def merged(self, key: RoundKey, work: int) -> None:
-        """A round, posted after `work` inner steps, has moved its fragment's anchor; call it with the lock."""
+    def merged(self, key: RoundKey, steps_taken: int) -> None:
+        """A round, posted after `steps_taken` inner steps, has moved its fragment's anchor; call it with the lock."""
         index = key.fragment
         self.unmerged = key.sequence + 1
         self.merged_rounds[index] += 1
-        self.merged_at[index] = max(work, self.merged_at[index])  # a new worker did none of the work before
+        self.merged_at[index] = max(steps_taken, self.merged_at[index])  # a new worker did none of the work before
 
     def anchor_digest(self) -> str:
         return hashlib.sha256("".join(self._replica.digests).encode()).hexdigest()[:16]
@@ -346,7 +346,8 @@ def _decoded_means(posted: RoundInFlight, state: OuterState) -> list[Tensor]:
 
 def _to_numbers(posted: RoundInFlight) -> Numbers:
     """All of a settled round but its mean."""
-    numbers: Numbers = {name: getattr(posted, name) for name in ("at_step", "work", "norm", "dropped")}
+    numbers: Numbers = {name: getattr(posted, name) for name in ("at_step", "norm", "dropped")}
+    numbers["work"] = posted.steps_taken
     numbers["key"] = asdict(posted.key)
     ended = end_of(posted)
     if isinstance(ended, RoundFailed):

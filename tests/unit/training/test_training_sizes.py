@@ -51,6 +51,7 @@ from diloco.training.sizes.memory import (
     traced_peak,
 )
 from diloco.training.sizes.room import OUTER_STATES, check_disk, disk_use, size_text
+from support.methods import method_of
 from support.pretrained_models import make_folder
 from support.saved_runs import events_of, quick_runs, small_config, small_corpus, train
 
@@ -156,8 +157,12 @@ def _check_tensors(memory: dict[str, int], worker: Training) -> None:
     spare = outer.replica._spare if isinstance(outer.replica, BackgroundReplica) else []
     assert memory.get("parameters and anchor of the round in flight", 0) >= sum(block.nbytes for block in spare)
     assert bool(spare) == ("parameters and anchor of the round in flight" in memory)
-    feedback = outer.method(Feedback)
-    errors = sum(error.error.nbytes for index in range(len(sending)) for error in feedback.of(index)) if feedback else 0
+    feedback = method_of(outer, Feedback)
+    errors = (
+        sum(error.error.nbytes for index in range(len(sending)) for error in feedback.errors_of(index))
+        if feedback
+        else 0
+    )
     assert memory.get("error feedback", 0) == errors
 
 

@@ -170,8 +170,8 @@ class Workers:
         """The bytes of a round, among the workers that are there; second moments that are not due are a header."""
         loop = self.optimizers[0].loop
         sending = loop.replica.lanes[0].sending[fragment]
-        rests = sending.rests(loop.schedule.turn_of(sequence), done=False)
-        each = round_bytes(None if rests else sending.vector, sum(there))
+        header_only = sending.is_header_only(loop.schedule.turn_of(sequence), done=False)
+        each = round_bytes(None if header_only else sending.vector, sum(there))
         self.bytes_sent += sum(each)
         self.clock.post(sequence, max(each), there)
 
