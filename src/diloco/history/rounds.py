@@ -160,16 +160,18 @@ class RoundsHistory:
             self.merged.add(event.sequence)
             for worker in event.contributors:
                 self.last_contributions[worker] = max(event.sequence, self.last_contributions.get(worker, 0))
-        round_.statistics = {name: getattr(event, name) for name in ROUND_STATISTICS}
+        known = {name: value for name in ROUND_STATISTICS if (value := getattr(event, name)) is not None}
+        round_.statistics |= known  # a worker that got the mean from another one afterwards knows less
         round_.bytes_sent = max(round_.bytes_sent, event.bytes_sent)
         round_.contributors = list(event.contributors)
         refused_before = len(round_.refused)
         round_.refused |= {str(worker): str(reason) for worker, reason in event.refused.items()}
         round_.clipped |= {str(worker): str(reason) for worker, reason in event.clipped.items()}
         self.refused += len(round_.refused) - refused_before
+        if event.cosines and not round_.pairs:
+            self._keep_cosines(event.cosines, round_)
         if round_.digests:
             return False
-        self._keep_cosines(event.cosines, round_)
         digests: dict[str, list[int]] = {}
         for member in event.members:
             if member.anchor_digest:

@@ -21,6 +21,7 @@ from diloco.sinks.follower import points_of
 from diloco.training.config.run import RunConfig
 from diloco.training.records.summary import write_summary
 from support.dashboard_runs import append, round_events, started, step
+from support.event_log import history_of
 
 CONFIG = RunConfig(workers=2, sync=SyncConfig(num_inner_steps=20, codec="int8"))
 NAMES = list(ROUND_STATISTICS)
@@ -75,3 +76,13 @@ def test_metrics_sinks_and_plots_have_every_statistic(name: str, folder: Path) -
     assert (f"round/{name}", VALUES[name]) in [(point.name, point.value) for point in points_of(event, history)]
     drawn = [value for panel in panels_of([read_run(folder, "run")]) for one in panel.series for value in one.y]
     assert VALUES[name] in drawn
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["tells first", "tells last"])
+def test_a_worker_that_got_the_mean_afterwards_takes_no_number_of_the_round_away(late: int) -> None:
+    events = [*(started(worker, 2) for worker in (0, 1)), *round_events(0, 2, 20)]
+    nothing = {"similarity": None, "codec_error": None, "cosines": []}
+    told = [one | nothing if one["type"] == "round" and one["worker"] == late else one for one in events]
+    round_ = history_of(told).rounds.by_sequence[0]
+    assert round_.statistics["similarity"] == 0.5 and round_.statistics["codec_error"] == 2e-4
+    assert round_.cosines == [[0, 1, 0.5]] and (round_.pairs, round_.cosine_low, round_.cosine_high) == (1, 0.5, 0.5)
