@@ -11,6 +11,7 @@ itself.
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -527,9 +528,18 @@ def read_history(folder: Path) -> RunHistory:
 
 
 def history_until(folder: Path, step: int) -> RunHistory:
-    """The history of a run folder as far as it led to the checkpoint of a step: without events of later steps."""
+    """Return the history of a run folder as far as it led to the checkpoint of a step.
+
+    It ends where the last worker of this machine has written that checkpoint. Only a validation is told later: its
+    shares come together with the next rounds.
+    """
+    events = read_events(folder)
+    saved = [event.time for event in events if isinstance(event, CheckpointEvent) and event.step == step]
+    end = max(saved, default=math.inf)
     history = RunHistory()
-    for event in read_events(folder):
-        if getattr(event, "step", 0) <= step:
+    for event in events:
+        if event.time > end and isinstance(event, WorkerStartedEvent):
+            break
+        if getattr(event, "step", 0) <= step and (event.time <= end or isinstance(event, ValidationEvent)):
             history.update(event)
     return history

@@ -10,7 +10,11 @@ from safetensors.torch import load_file
 
 from diloco.cli.main import run
 from diloco.core.config import SyncConfig
+from diloco.history.run_history import history_until
 from diloco.training.config.run_file import to_toml
+from diloco.training.records.summary import summarize
+from support.dashboard_runs import TOKENS_PER_STEP, append, event
+from support.golden_runs import CONFIG, write_golden_run
 from support.saved_runs import quick_runs, small_config, small_corpus, tensors_of, train
 
 
@@ -66,3 +70,13 @@ def test_a_damaged_checkpoint_is_not_exported(folder: Path, tmp_path: Path, caps
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert run(["export", str(folder), "--checkpoint", "3", "--to", str(tmp_path / "new")]) == 1
     assert "damaged" in capsys.readouterr().err
+
+
+def test_the_card_of_a_checkpoint_has_the_counts_of_its_step_though_the_run_went_on(tmp_path: Path) -> None:
+    folder = write_golden_run(tmp_path / "plain", "plain")  # checkpoint of step 40, and an end after step 60
+    append(folder, event("members", 70.0, present=[], run_tokens=99 * TOKENS_PER_STEP))
+    summary = summarize(CONFIG, history_until(folder, 40))
+    assert (summary["inner_steps"], summary["rounds"], summary["validation_step"]) == (40, 2, 40)
+    assert summary["tokens"] == 2 * 40 * TOKENS_PER_STEP
+    assert summary["bytes_sent_per_worker"] == 2000 and summary["seconds"] == 47.5  # from -3 to the checkpoint at 44.5
+    assert history_until(folder, 40).run_tokens.last("tokens") is None
