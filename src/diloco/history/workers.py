@@ -181,7 +181,8 @@ class WorkerProgress:
     def tokens_per_second(self) -> float:
         """The present speed; the mean since the start as long as two steps were not logged."""
         if len(self._marks) > 1:
-            first, last = self._marks[0], self._marks[-1]
+            first = self._marks[0]
+            last = self._marks[-1]
             return (last.tokens - first.tokens) / (last.elapsed_seconds - first.elapsed_seconds)
         return self.tokens / self.elapsed_seconds if self.elapsed_seconds else 0.0
 
@@ -190,20 +191,28 @@ class WorkerProgress:
         """The share of the time that was spent on rounds."""
         return self.sync_seconds / self.elapsed_seconds if self.elapsed_seconds else 0.0
 
-    def seconds_until(self, step: int) -> float | None:
-        """The seconds until this position, at the present speed, with as much time for evaluations as so far."""
+    @property
+    def mean_position_seconds(self) -> float | None:
+        """The seconds of training from one position of the schedule to the next since it joined, rounds included and
+        evaluations not; None before its first step."""
         seconds = self.elapsed_seconds - self._before.elapsed_seconds
         positions = self.step - self._joined_at
+        return seconds / positions if positions > 0 and seconds else None
+
+    @property
+    def position_seconds(self) -> float | None:
+        """The seconds of the clock from one position to the next at the present speed, with as much time for
+        evaluations as so far; None before its first step."""
+        seconds = self.mean_position_seconds
         if len(self._marks) > 1:
-            first, last = self._marks[0], self._marks[-1]
-            seconds = last.elapsed_seconds - first.elapsed_seconds
+            first = self._marks[0]
+            last = self._marks[-1]
             positions = last.step - first.step
-        if positions <= 0 or not seconds:
-            return None
-        return max(0, step - self.step) * seconds / positions * self._overhead()
+            seconds = (last.elapsed_seconds - first.elapsed_seconds) / positions if positions > 0 else None
+        return None if seconds is None else seconds * self._overhead()
 
     def _overhead(self) -> float:
-        """Seconds of the clock for each second of training."""
+        """Return the seconds of the clock for each second of training."""
         if self._begun is None or not self._marks:
             return 1.0
         trained = self._marks[-1].elapsed_seconds - self._begun.elapsed_seconds
@@ -307,7 +316,7 @@ class WorkerHistory:
             "bytes_sent": now.bytes_sent,
             "rounds": now.rounds,
             "tokens_per_second": now.tokens_per_second,
-            "position_seconds": now.seconds_until(now.step + 1),
+            "position_seconds": now.position_seconds,
             "learning_rate": None if event is None else event.learning_rate,
             "gradient_norm": None if event is None else event.gradient_norm,
             "logged": int(logged),

@@ -72,7 +72,7 @@ def test_evaluations_are_in_the_forecast_and_not_in_the_speed() -> None:
     for number in range(10, 101, 10):
         progress.update(read_event(step(number, 2.0 * number, elapsed_seconds=1.0 * number)))
     assert progress.tokens_per_second == pytest.approx(TOKENS_PER_STEP)
-    assert progress.seconds_until(200) == pytest.approx(200.0)
+    assert progress.position_seconds == pytest.approx(2.0)
 
 
 def test_bytes_are_of_the_same_moment_as_rounds_and_tokens() -> None:

@@ -12,7 +12,7 @@ from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.data.corpus import Corpus
 from diloco.engines.asynchronous import AsynchronousEngine
 from diloco.errors import ConfigError
-from diloco.history.events import RoundEndedEvent, StepEvent
+from diloco.history.events import JoinedEvent, RoundEndedEvent, StepEvent, WorkerStartedEvent
 from diloco.history.run_history import RunHistory
 from diloco.methods.error_feedback import Feedback
 from diloco.models.native.config import ModelConfig
@@ -336,6 +336,14 @@ def test_a_rate_is_read(text_: str, bits: float) -> None:
 def test_what_is_no_rate_is_refused(text_: str) -> None:
     with pytest.raises(ConfigError, match="100mbit"):
         bits_per_second(text_)
+
+
+def test_the_steps_before_a_worker_joined_a_swarm_took_it_no_time() -> None:
+    history = RunHistory(elastic=True)
+    history.update(WorkerStartedEvent(worker=0, tokens_per_step=8))
+    history.update(JoinedEvent(worker=0, step=400))
+    history.update(StepEvent(worker=0, step=410, elapsed_seconds=5.0))
+    assert measured_step_seconds(history) == 0.5
 
 
 def test_speed_and_rate_come_from_the_events_of_the_run(text: tuple[RunConfig, Corpus], tmp_path: Path) -> None:

@@ -249,12 +249,11 @@ def measured_bits_per_second(history: RunHistory) -> float | None:
 
 
 def measured_step_seconds(history: RunHistory) -> float | None:
-    """Seconds of an inner step, rounds included, of the worker that is furthest; None if none has logged a step."""
+    """Return the seconds of an inner step, rounds included, of the worker that is furthest; None if none has logged a
+    step. In a swarm a worker counts from where it joined."""
     workers = [worker.progress for worker in history.local_workers.values()]
     furthest = max(workers, key=lambda progress: progress.step, default=None)
-    if furthest is None or not furthest.step or not furthest.elapsed_seconds:
-        return None
-    return furthest.elapsed_seconds / furthest.step
+    return None if furthest is None else furthest.mean_position_seconds
 
 
 # How long a step takes
