@@ -159,8 +159,6 @@ class RunHistory:
         """`time`: when the loss of all shares was known; `measured`: when a worker measured its share."""
         self.rounds = RoundsHistory()
         self.members = MembersHistory()
-        self.present = 0
-        """How many members the run has, as last told."""
         self.run_tokens = Columns("tokens")
         """The tokens of all workers in a swarm's means, as the workers of this machine count them."""
         self.notes = RunNotes()
@@ -275,7 +273,6 @@ class RunHistory:
         self.started = event
         self.resolved = event.resolved
         self.elastic |= event.resolved.get("engine") == "swarm"
-        self.present = event.workers
         self._began(worker, event)
 
     def _on_starting(self, event: StartingEvent) -> None:
@@ -323,8 +320,6 @@ class RunHistory:
         worker.reached = max(worker.reached, event.step)
         if tells_members:
             self._take_in_reports(event)
-        if event.failure is None and event.members:
-            self.present = len(event.members)
         self._member_lists.append(_MemberList(event.step, event.members, event.roster))
         worker.count(event.time)
         worker.set_state(event.time, "training")
@@ -449,7 +444,6 @@ class RunHistory:
 
     def _on_members(self, event: MembersEvent) -> None:
         self.members.list_all(event)
-        self.present = sum(listed.state not in ("left", "lost") for listed in event.present)
         if event.run_tokens is not None:
             self._count_run_tokens(event, event.run_tokens)
 

@@ -187,11 +187,6 @@ class WorkerProgress:
         return self.tokens / self.elapsed_seconds if self.elapsed_seconds else 0.0
 
     @property
-    def sync_share(self) -> float:
-        """The share of the time that was spent on rounds."""
-        return self.sync_seconds / self.elapsed_seconds if self.elapsed_seconds else 0.0
-
-    @property
     def mean_position_seconds(self) -> float | None:
         """The seconds of training from one position of the schedule to the next since it joined, rounds included and
         evaluations not; None before its first step."""

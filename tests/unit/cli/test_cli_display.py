@@ -79,9 +79,9 @@ def test_the_view_is_the_sum_of_the_events() -> None:
     assert view.step == 19  # the slowest worker's
     assert view.loss == pytest.approx(3.5)
     assert view.tokens_per_second == pytest.approx(2000.0)
-    assert view.sync_share == pytest.approx(0.25)
+    assert view.utilization == pytest.approx(0.75)
     assert view.time_left == pytest.approx(21 / 10)  # ten steps a second, of the slowest worker
-    assert (view.merged_rounds, view.failed_rounds, view.history.present) == (1, 0, 2)
+    assert (view.merged_rounds, view.failed_rounds, view.present) == (1, 0, 2)
     assert view.last_round is not None
     assert [view.last_round.statistics[name] for name in ("seconds", "similarity")] == [1.25, 0.83]
     assert view.history.parameters == 1_630_000
@@ -174,8 +174,7 @@ def test_with_fragments_the_picture_does_not_count_whole_rounds() -> None:
 
 
 def test_one_member_is_a_member() -> None:
-    view = view_of(BEGINNING)
-    view.history.present = 1
+    view = view_of([*BEGINNING, event("worker_failed", 1, inner_steps=10)])
     assert "· 1 member\n" in text_of(render(view)).replace(" \n", "\n")
 
 

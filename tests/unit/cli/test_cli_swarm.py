@@ -229,10 +229,13 @@ def test_a_run_at_its_end_cannot_be_joined_and_says_that_it_is_complete() -> Non
 
 
 def test_a_stop_says_whether_the_swarm_continues() -> None:
-    view = view_of(event("worker_started", workers=2, parameters=1, unigram_perplexity=None))
+    begun = [event("worker_started", workers=2, parameters=1, unigram_perplexity=None)]
+    begun.append(event("member_joined", member=1, peer="p1"))
+    view = view_of(*begun)
     view.stopping = True
     assert "leaving the swarm, which continues; press Ctrl-C again to stop now" in shown(view)
-    view.history.present = 1
+    view = view_of(*begun, event("member_lost", member=1, peer="p1"))
+    view.stopping = True
     assert "stopping, with a checkpoint; press Ctrl-C again to stop now" in shown(view)
 
 

@@ -76,7 +76,7 @@ def test_the_display_and_the_report_count_the_same(name: str) -> None:
     assert here == {key: summary[key] for key in here}
     if "ended" in name:
         assert max(worker.bytes_sent for worker in workers) == summary["bytes_sent_per_worker"]
-        assert 1 - counts.sync_share == pytest.approx(summary["compute_utilization"])
+        assert counts.utilization == pytest.approx(summary["compute_utilization"])
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -87,7 +87,7 @@ def test_the_display_and_the_page_count_the_same(name: str) -> None:
     assert page["step"] == counts.step and page["parameters"] == counts.history.parameters
     assert page["tokens"] == sum(worker.tokens for worker in counts.workers)
     assert page["loss"] == pytest.approx(counts.loss)
-    assert page["utilization"] == pytest.approx(1 - counts.sync_share)
+    assert page["utilization"] == pytest.approx(counts.utilization)
     assert page["validation"]["perplexity"] == counts.perplexities[-1][1]
     for one in page["workers"]:
         assert one["bytes_sent"] == pytest.approx(counts.workers[one["worker"]].bytes_sent, abs=64)  # rounds since
@@ -110,7 +110,7 @@ def test_a_failed_round_counts_once_and_a_resume_takes_it_back() -> None:
 def test_a_member_with_fields_of_a_newer_version_is_counted() -> None:
     present = [{"member": 3, "where": "here", "step": 5, "loss": 2.0, "contributed": 1, "state": "", "later": 1}]
     history = history_of([event("members", present=present)])
-    assert history.present == 1 and history.refused_events == 0
+    assert RunFigures(history).present == 1 and history.refused_events == 0
     [member] = RunFigures(history).members
     assert (member.number, member.values["step"]) == (3, 5)
 

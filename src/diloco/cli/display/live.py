@@ -14,11 +14,11 @@ from rich.text import Text
 
 from diloco.cli.display.numbers import duration, megabytes
 from diloco.history.events import ROUND_STATISTICS
-from diloco.history.figures import MemberFigures, RunFigures
+from diloco.history.figures import MemberFigures, RunFigures, WorkerFigures
 from diloco.history.notes import RunNote, printable
 from diloco.history.rounds import RoundHistory
 from diloco.history.run_history import LiveHistory, RunHistory
-from diloco.history.workers import DOING, WorkerHistory
+from diloco.history.workers import DOING
 from diloco.models.pretrained import short_name
 from diloco.training.config.run import RunConfig, turns
 
@@ -57,12 +57,6 @@ class RunView(RunFigures):
     def time_left(self) -> float | None:
         """The seconds until the run's last step."""
         return self.seconds_left(self.config.steps)
-
-    @property
-    def sync_share(self) -> float:
-        """The share of the time that was spent on rounds, averaged over the workers of this machine."""
-        shares = [worker.progress.sync_share for worker in self.history.local_workers.values()]
-        return sum(shares) / len(shares) if shares else 0.0
 
     @property
     def workers_here(self) -> int:
@@ -218,7 +212,7 @@ def plain_line(view: RunView) -> str:
     loss = f"{view.loss:.3f}" if view.loss is not None else "-"
     return (
         f"step {view.step}/{view.config.steps}  loss {loss}  {view.tokens_per_second:,.0f} tokens/s  "
-        f"rounds {view.merged_rounds}  on rounds {view.sync_share:.1%}  members {view.history.present}  "
+        f"rounds {view.merged_rounds}  on rounds {_on_rounds(view.utilization)}  members {view.present}  "
         f"left {duration(view.time_left)}"
     )
 
@@ -238,7 +232,7 @@ def render(view: RunView) -> RenderableType:
         more.append(Text(f"run folder: {view.folder}", style="dim"))
     if view.stopping:
         more.append(Text(_stopping(view), style="bold yellow"))
-    if not view.history.present:  # no worker has started
+    if not view.workers:  # none has started
         return Group(_title(view), _progress(view), *more)
     swarm = [_swarm(view), Text()] if _listed(view) else []
     return Group(_title(view), _progress(view), Text(), _workers(view), *swarm, _round(view), _validation(view), *more)
@@ -247,7 +241,7 @@ def render(view: RunView) -> RenderableType:
 def _stopping(view: RunView) -> str:
     if view.config.engine != "swarm":
         return _STOPPING
-    return _LEAVING if view.history.present > 1 else _LEAVING_ALONE
+    return _LEAVING if view.present > 1 else _LEAVING_ALONE
 
 
 def _title(view: RunView) -> Text:
@@ -262,7 +256,7 @@ def _title(view: RunView) -> Text:
 
 
 def _of_how_many(view: RunView) -> str:
-    return f"a swarm of {view.history.present}" if view.history.present else "a swarm"
+    return f"a swarm of {view.present}" if view.present else "a swarm"
 
 
 def _progress(view: RunView) -> RenderableType:
@@ -282,8 +276,8 @@ def _workers(view: RunView) -> RenderableType:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in ("worker", "step", "loss", "tokens/s", "on rounds", "sent", ""):
         table.add_column(name, justify="left" if name in ("worker", "") else "right")
-    for number, worker in view.history.local_workers.items():
-        table.add_row(str(number), *_worker_cells(worker))
+    for worker in view.local:
+        table.add_row(str(worker.number), *_worker_cells(worker))
     return table
 
 
@@ -318,16 +312,22 @@ def _member_cells(member: MemberFigures, first: int) -> list[str]:
     ]
 
 
-def _worker_cells(worker: WorkerHistory) -> list[str]:
-    progress = worker.progress
+def _worker_cells(worker: WorkerFigures) -> list[str]:
+    loss = worker.values["loss"]
+    logged = worker.history.has_logged
     return [
-        str(progress.step),
-        "-" if progress.loss is None else f"{progress.loss:.3f}",
-        f"{progress.tokens_per_second:,.0f}" if worker.has_logged else "-",
-        f"{progress.sync_share:.1%}" if worker.has_logged else "-",
-        megabytes(progress.bytes_sent) if progress.bytes_sent else "-",
+        str(worker.step),
+        "-" if loss is None else f"{loss:.3f}",
+        f"{worker.values['tokens_per_second'] or 0.0:,.0f}" if logged else "-",
+        _on_rounds(worker.utilization) if logged else "-",
+        megabytes(worker.bytes_sent) if worker.bytes_sent else "-",
         worker.state,
     ]
+
+
+def _on_rounds(utilization: float | None) -> str:
+    """Return the share of the time that was spent on rounds."""
+    return f"{0.0 if utilization is None else 1 - utilization:.1%}"
 
 
 def _round(view: RunView) -> Text:
@@ -351,7 +351,7 @@ def _round(view: RunView) -> Text:
     refused = f" · {view.refused} contributions refused" if view.refused else ""
     rounds = "1 round" if view.merged_rounds == 1 else f"{view.merged_rounds} rounds"
     # The title has the members of a swarm, and how many workers a fixed set has.
-    shown = view.config.engine == "swarm" or view.history.present == view.workers_here
+    shown = view.config.engine == "swarm" or view.present in (0, view.workers_here)
     members = "" if shown else f" · {_members(view)}"
     return Text(f"{rounds}{trouble}{refused} · {state}{last}{members}", style="dim")
 
@@ -366,7 +366,7 @@ def _last_round(round_: RoundHistory) -> str:
 
 
 def _members(view: RunView) -> str:
-    return "1 member" if view.history.present == 1 else f"{view.history.present} members"
+    return "1 member" if view.present == 1 else f"{view.present} members"
 
 
 def _validation(view: RunView) -> Text:
