@@ -24,7 +24,7 @@ from safetensors import safe_open
 from diloco.lab.arm import Arm, Progress
 from diloco.lab.results import TUNING_SEED
 from diloco.lab.scales import SCALES
-from diloco.lab.simulation.checkpoint import Interrupted, Saving
+from diloco.lab.simulation.checkpoint import ArmCheckpoint, Interrupted
 from diloco.lab.simulation.simulator import simulate
 from diloco.lab.texts import Texts
 from measuring import write_results
@@ -78,9 +78,9 @@ def curve(task: tuple[Case, int], text: str, device: str) -> list[tuple[int, flo
     corpus = Texts(text, text, SCALES[case.scale]).open("text")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "arm.safetensors"
-        saving = Saving(path, math.inf, stop=lambda: taken >= STEPS)
+        saving = ArmCheckpoint(path, math.inf, stop=lambda: taken >= STEPS)
         try:
-            simulate(case.arm(), seed, corpus, device, on_progress=follow, saving=saving)
+            simulate(case.arm(), seed, corpus, device, on_progress=follow, checkpoint=saving)
         except Interrupted:
             with safe_open(path, "pt") as file:
                 losses: list[tuple[int, float]] = json.loads(file.metadata()["numbers"])["curve"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diloco.lab.arm import Arm, ArmResult
-from diloco.lab.simulation.checkpoint import Interrupted, Saving
+from diloco.lab.simulation.checkpoint import ArmCheckpoint, Interrupted
 from diloco.lab.simulation.simulator import simulate
 from support.synthetic_corpus import synthetic_corpus
 
@@ -21,14 +21,14 @@ MODEL = {
 }  # fmt: skip
 
 
-def run(folder: Path, how: str, saving: Saving | None = None) -> ArmResult:
+def run(folder: Path, how: str, saving: ArmCheckpoint | None = None) -> ArmResult:
     corpus = synthetic_corpus(folder / "corpus", 512, 200_000)
     arm = Arm(
         "gpu", model=MODEL, workers=4, steps=40, batch_size=16, sequence_length=64,
         inner={"lr": 2e-3, "warmup_steps": 10}, sync={"num_inner_steps": 10, "codec": "fp32"},
         eval_points=4, absences=((1, 10, 20),),
     )  # fmt: skip
-    return simulate(arm, 0, corpus, "cuda", how=how, saving=saving)
+    return simulate(arm, 0, corpus, "cuda", how=how, checkpoint=saving)
 
 
 def test_stacked_replicas_train_as_those_one_after_another(tmp_path: Path) -> None:
@@ -43,8 +43,8 @@ def test_stacked_replicas_train_as_those_one_after_another(tmp_path: Path) -> No
 def test_an_interrupted_arm_goes_on_up_to_rounding(tmp_path: Path, how: str) -> None:
     path, asked = tmp_path / "arm.safetensors", iter([False] * 24 + [True] * 2)
     with pytest.raises(Interrupted):
-        run(tmp_path, how, Saving(path, stop=lambda: next(asked)))
-    saving = Saving(path)
+        run(tmp_path, how, ArmCheckpoint(path, stop=lambda: next(asked)))
+    saving = ArmCheckpoint(path)
     resumed, whole = run(tmp_path, how, saving), run(tmp_path, how)
     assert saving.resumed_at == 25
     assert [loss for _, loss in resumed.curve] == pytest.approx([loss for _, loss in whole.curve], abs=0.02)

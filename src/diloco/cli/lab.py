@@ -7,8 +7,8 @@ from cyclopts import Parameter
 
 from diloco.errors import ConfigError
 from diloco.lab import commands
+from diloco.lab.commands import print_line
 from diloco.lab.run_options import RunOptions, ScaleName
-from diloco.lab.runs import print_line
 
 
 def list_experiments(*, scale: ScaleName = "cpu") -> None:
@@ -36,7 +36,7 @@ def run(
     everything
         All experiments, the most important first.
     """
-    commands.run(commands.chosen(experiments, everything), options, print_line)
+    commands.run(commands.find_experiments(experiments, everything), options, print_line)
 
 
 def tune(
@@ -50,7 +50,7 @@ def tune(
     experiments
         Those that have something to tune: t2, f6, f9, eager, muon, regime. Each begins with what the ones before found.
     """
-    commands.tune(commands.chosen(experiments, False), options, print_line)
+    commands.tune(commands.find_experiments(experiments, False), options, print_line)
 
 
 def report(folder: Path, /, *experiments: str, to: Path | None = None) -> None:
@@ -78,4 +78,4 @@ def new(name: str, /) -> None:
     name
         Of the experiment and its file: letters, digits and _.
     """
-    commands.new(name, print_line)
+    commands.write_new_experiment(name, print_line)

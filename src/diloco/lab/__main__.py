@@ -8,8 +8,8 @@ from pathlib import Path
 
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.lab import commands
+from diloco.lab.commands import print_line
 from diloco.lab.run_options import RunOptions
-from diloco.lab.runs import print_line
 
 _TYPES: dict[str, Callable[[str], object]] = {
     "seeds": int, "out": Path, "seconds": float, "processes": int, "save_seconds": float,
@@ -17,9 +17,9 @@ _TYPES: dict[str, Callable[[str], object]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    parsed = _parser().parse_args(arguments)
     try:
-        return _call(given)
+        return _run_verb(parsed)
     except ConfigError as error:
         print_line(f"error: {error}")
         return 2
@@ -53,21 +53,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _call(given: argparse.Namespace) -> int:
-    if given.verb == "list":
-        commands.list_experiments(given.scale, print_line)
-    elif given.verb == "new":
-        commands.new(given.name, print_line)
-    elif given.verb == "report":
-        commands.report(given.folder, given.experiments, given.to, print_line)
+def _run_verb(parsed: argparse.Namespace) -> int:
+    if parsed.verb == "list":
+        commands.list_experiments(parsed.scale, print_line)
+    elif parsed.verb == "new":
+        commands.write_new_experiment(parsed.name, print_line)
+    elif parsed.verb == "report":
+        commands.report(parsed.folder, parsed.experiments, parsed.to, print_line)
     else:
-        options = RunOptions(**{option.name: getattr(given, option.name) for option in fields(RunOptions)})
-        experiments = commands.chosen(given.experiments, given.all)
-        if given.verb == "run":
+        options = RunOptions(**{option.name: getattr(parsed, option.name) for option in fields(RunOptions)})
+        experiments = commands.find_experiments(parsed.experiments, parsed.all)
+        if parsed.verb == "run":
             commands.run(experiments, options, print_line)
         else:
             commands.tune(
-                [experiment for experiment in experiments if experiment.tuning is not None or not given.all],
+                [experiment for experiment in experiments if experiment.tuning is not None or not parsed.all],
                 options,
                 print_line,
             )

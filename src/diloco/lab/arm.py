@@ -100,13 +100,8 @@ class Arm:
             _at_least(name, getattr(self, name), 1)
         _at_least("pretraining_steps", self.pretraining_steps, 0)
         _at_least("repeat", self.repeat, 0)
-        _ = (
-            self.inner_config,
-            self.pretraining_config,
-            self.outer_config,
-            self.sync_config,
-            self.link,
-        )  # refuse bad values here
+        for table in ("inner_config", "pretraining_config", "outer_config", "sync_config", "link"):
+            getattr(self, table)  # raises on a bad value
         self._check_mode()
         self._check_workers()
         if not 0 < self.step_seconds < float("inf"):
@@ -133,9 +128,14 @@ class Arm:
                     "slow = fewer_steps"
                 )
             return
-        given = {"outer": self.outer, "active_workers": self.active_workers, "absences": self.absences}
-        given |= {"sync": {key: value for key, value in self.sync.items() if key != "codec"}}
-        for name, value in given.items():
+        sync = {key: value for key, value in self.sync.items() if key != "codec"}
+        diloco_only = {
+            "outer": self.outer,
+            "active_workers": self.active_workers,
+            "absences": self.absences,
+            "sync": sync,
+        }
+        for name, value in diloco_only.items():
             if value:
                 raise ConfigError(f"{name} = {value} has no effect with mode data_parallel: leave it out")
         if self.drop or self.away or self.slow != "wait":
@@ -146,8 +146,8 @@ class Arm:
     def _check_workers(self) -> None:
         if self.speeds and (len(self.speeds) != self.workers or min(self.speeds) <= 0):
             raise ConfigError(f"speeds = {self.speeds} must be {self.workers} numbers above 0, one for each worker")
-        slow_ones = self.speeds or self.slow_rounds
-        if self.slow == "fewer_steps" and (not slow_ones or max(self.speeds, default=1.0) > 1):
+        has_slow_workers = self.speeds or self.slow_rounds
+        if self.slow == "fewer_steps" and (not has_slow_workers or max(self.speeds, default=1.0) > 1):
             raise ConfigError(f"slow = fewer_steps needs speeds of at most 1, or slow_rounds; speeds = {self.speeds}")
         if self.slow_rounds and not (
             len(self.slow_rounds) == 2 and 0 < min(self.slow_rounds) <= max(self.slow_rounds) < 1
@@ -181,35 +181,35 @@ class Arm:
 
     @property
     def inner_config(self) -> InnerConfig:
-        return _table(InnerConfig, "inner", self.inner)
+        return _build_table(InnerConfig, "inner", self.inner)
 
     @property
     def pretraining_config(self) -> InnerConfig:
-        given = self.inner if self.pretraining_inner is None else self.pretraining_inner
-        return _table(InnerConfig, "pretraining_inner", given)
+        inner = self.inner if self.pretraining_inner is None else self.pretraining_inner
+        return _build_table(InnerConfig, "pretraining_inner", inner)
 
     @property
     def outer_config(self) -> OuterConfig:
-        return _table(OuterConfig, "outer", self.outer)
+        return _build_table(OuterConfig, "outer", self.outer)
 
     @property
     def sync_config(self) -> SyncConfig:
-        return _table(SyncConfig, "sync", self.sync)
+        return _build_table(SyncConfig, "sync", self.sync)
 
     @property
     def link(self) -> NetworkLink:
         return NetworkLink(self.bits_per_second, self.latency_seconds)
 
     def model_config(self, vocab_size: int) -> ModelConfig:
-        """The model's shape with the corpus's vocabulary and this arm's sequence length."""
+        """Return the model's shape with the corpus's vocabulary and this arm's sequence length."""
         if isinstance(self.model, str):
             return preset(self.model, vocab_size=vocab_size, max_sequence_length=self.sequence_length)
-        given = {"vocab_size": vocab_size, "max_sequence_length": self.sequence_length} | dict(self.model)
-        return _table(ModelConfig, "model", given)
+        shape = {"vocab_size": vocab_size, "max_sequence_length": self.sequence_length} | dict(self.model)
+        return _build_table(ModelConfig, "model", shape)
 
     @property
     def total_steps(self) -> int:
-        """Pre-training included."""
+        """Steps of the learning-rate schedule: pre-training included."""
         return self.pretraining_steps + self.steps * self.updates_multiplier
 
     # JSON
@@ -219,9 +219,9 @@ class Arm:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Arm":
-        known = {item.name for item in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise ConfigError(f"an arm has no {', '.join(unknown)}: it has {', '.join(sorted(known))}")
+        field_names = {item.name for item in fields(cls)}
+        if unknown := sorted(set(values) - field_names):
+            raise ConfigError(f"an arm has no {', '.join(unknown)}: it has {', '.join(sorted(field_names))}")
         plain = dict(values)
         for name in ("active_workers", "speeds", "slow_rounds", "hostile"):
             plain[name] = tuple(plain.get(name, ()))
@@ -338,11 +338,13 @@ def _at_least(name: str, value: int, least: int) -> None:
         raise ConfigError(f"{name} = {value} must be at least {least}")
 
 
-def _table(kind: type[Table], name: str, given: Mapping[str, Any]) -> Table:
-    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(set(given) - set(known)):
-        raise ConfigError(f"{name} has no {', '.join(unknown)}: it has {', '.join(known)}")
-    required = {key for key, item in known.items() if item.default is MISSING and item.default_factory is MISSING}
-    if missing := sorted(required - set(given)):
+def _build_table(kind: type[Table], name: str, values: Mapping[str, Any]) -> Table:
+    known_fields = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(values) - set(known_fields)):
+        raise ConfigError(f"{name} has no {', '.join(unknown)}: it has {', '.join(known_fields)}")
+    required = {
+        key for key, item in known_fields.items() if item.default is MISSING and item.default_factory is MISSING
+    }
+    if missing := sorted(required - set(values)):
         raise ConfigError(f"{name} lacks {', '.join(missing)}: give them, or a preset's name")
-    return kind(**given)
+    return kind(**values)

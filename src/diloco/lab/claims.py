@@ -43,11 +43,11 @@ class SeedResults:
         return math.exp(self.losses[arm])
 
     def change(self, arm: str, reference: str) -> float:
-        """Relative change of perplexity from `reference` to `arm`: 0.02 is 2 % worse."""
+        """Return the relative change of perplexity from `reference` to `arm`: 0.02 is 2 % worse."""
         return math.expm1(self.losses[arm] - self.losses[reference])
 
     def window_kept(self, arm: str, one_worker: str, data_parallel: str) -> float:
-        """0 at the loss of one worker alone, 1 at that of data parallelism; NaN if there is nothing between them."""
+        """Return 0 at the loss of one worker alone, 1 at that of data parallelism; NaN if these two are equal."""
         window = self.losses[one_worker] - self.losses[data_parallel]
         return (self.losses[one_worker] - self.losses[arm]) / window if window else math.nan
 
@@ -103,13 +103,13 @@ class Judgement:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % confidence interval of the mean; infinite on both sides with fewer than two values."""
+        """Return the 95 % confidence interval of the mean; infinite on both sides with fewer than two values."""
         half = half_width(self.values)
         return (-math.inf, math.inf) if math.isinf(half) else (self.mean - half, self.mean + half)
 
     @property
     def sign_text(self) -> str:
-        """In words, whether the whole interval lies on the published side of 0, on the other one, or on both."""
+        """Say whether the whole interval lies on the published side of 0, on the other side, or on both."""
         expected = self.claim.expected
         if not expected or len(self.values) < FEWEST_SEEDS:
             return "–"
@@ -120,7 +120,7 @@ class Judgement:
 
     @property
     def size_text(self) -> str:
-        """In words, whether our interval holds the published value, or our effect is larger, smaller or opposite."""
+        """Say whether our interval holds the published value, or our effect is larger, smaller or opposite."""
         expected = self.claim.expected
         if expected is None or len(self.values) < FEWEST_SEEDS:
             return "–"
@@ -133,7 +133,7 @@ class Judgement:
 
     @property
     def p_value(self) -> float:
-        """The probability of so clear a verdict by chance: a one-sided t-test, two for a claim with two bounds."""
+        """Return the probability of so clear a verdict by chance: a one-sided t-test against the nearer bound."""
         from scipy.stats import t  # the extra `lab` brings it; a report draws with that extra anyway
 
         error = statistics.stdev(self.values) / math.sqrt(len(self.values))
@@ -159,7 +159,7 @@ class Judgement:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half of the 95 % confidence interval of the mean; infinite for one value."""
+    """Return half of the 95 % confidence interval of the mean; infinite for one value."""
     if len(values) < 2:
         return math.inf
     return _T_95[min(len(values) - 1, len(_T_95)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
@@ -188,25 +188,25 @@ def correct(judgements: Sequence[Judgement]) -> list[Judgement]:
 
 
 def distinct(judgements: Sequence[Judgement]) -> list[Judgement]:
-    """The judgements without repetitions: the same numbers, or the same with the other sign, and the same bound."""
-    kept: dict[tuple[object, ...], Judgement] = {}
+    """Drop judgements of the same values and bounds as an earlier one, or of both with the opposite sign."""
+    first_by_numbers: dict[tuple[object, ...], Judgement] = {}
     for judgement in judgements:
         bounds = (judgement.claim.at_least, judgement.claim.at_most)
-        turned = (-judgement.claim.at_most, -judgement.claim.at_least)
-        sides = ((judgement.values, bounds), (tuple(-value for value in judgement.values), turned))
-        kept.setdefault(min(sides), judgement)
-    return list(kept.values())
+        mirrored_bounds = (-judgement.claim.at_most, -judgement.claim.at_least)
+        both_signs = ((judgement.values, bounds), (tuple(-value for value in judgement.values), mirrored_bounds))
+        first_by_numbers.setdefault(min(both_signs), judgement)
+    return list(first_by_numbers.values())
 
 
 def judge(claim: PublishedClaim, seeds: Sequence[SeedResults], *, smoke: bool = False) -> Judgement:
-    """The verdict of the seeds in which all arms of the claim are finished. `smoke`: their numbers mean nothing."""
+    """Judge a claim by the seeds in which all its arms are finished. `smoke`: their numbers mean nothing."""
     values = []
     for seed in seeds:
         try:
             values.append(claim.value(seed))
         except KeyError:  # an arm of this seed is not finished
             continue
-        except OverflowError:  # of an exponential: an arm diverged
+        except OverflowError:  # raised by exp: an arm diverged
             values.append(math.inf)
     measured = tuple(values)
     if smoke:

@@ -1,8 +1,8 @@
-"""The code that a laboratory result depends on, as one short hash: part of a result's key.
+"""The code that a laboratory result depends on, as one short hash: the last part of the name of a result's file.
 
-It covers every module of the package that the simulator imports, directly or through others, and what an experiment
-file of one's own adds to them (an optimizer, a codec, a merge). Comments and docstrings do not count, and neither do
-the functions with which an experiment names its arms, claims and figures: arms have keys of their own.
+It covers every module of the package that the simulator imports, directly or through others, and what a user's
+experiment file adds to them (an optimizer, a codec, a merge). Comments and docstrings do not count, and neither do the
+functions in which an experiment describes its arms, claims and figures: arms have keys of their own.
 """
 
 import ast
@@ -25,32 +25,33 @@ def simulation_code() -> str:
     """Hash the code of the simulator and of all that it imports from this package."""
     hasher = hashlib.sha256()
     for module, path in sorted(_imported_modules(_SIMULATOR).items()):
-        hasher.update(f"{module}\n{_essence(_parse(path))}\n".encode())
+        hasher.update(f"{module}\n{_without_docstrings(_parse(path))}\n".encode())
     return hasher.hexdigest()[:10]
 
 
 def code_version() -> str:
-    """The package's version and the hash of the simulation's code: known also where there is no git."""
+    """Return the package's version and the hash of the simulation's code, which are known also where there is no
+    git."""
     return f"{__version__}+{simulation_code()}"
 
 
-def code_of_file(path: Path, namers: Collection[str]) -> str:
-    """Hash what an experiment file adds to the package; empty if it only names arms, claims and figures.
+def code_of_file(path: Path, describing_functions: Collection[str]) -> str:
+    """Hash what an experiment file adds to the package; empty if it only describes arms, claims and figures.
 
-    `namers` are the functions that name them (`arms`, `claims`, …), which are left out.
+    `describing_functions` do that (`arms`, `claims`, …) and are left out.
     """
     tree = _parse(path)
-    tree.body = [node for node in tree.body if not _only_describes(node, namers)]
+    tree.body = [node for node in tree.body if not _only_describes(node, describing_functions)]
     if all(isinstance(node, ast.Assign) and _is_literal(node.value) for node in tree.body):
         return ""
-    return hashlib.sha256(_essence(tree).encode()).hexdigest()[:10]
+    return hashlib.sha256(_without_docstrings(tree).encode()).hexdigest()[:10]
 
 
-def _only_describes(node: ast.stmt, namers: Collection[str]) -> bool:
+def _only_describes(node: ast.stmt, describing_functions: Collection[str]) -> bool:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return True
     if isinstance(node, ast.FunctionDef):
-        return node.name in namers
+        return node.name in describing_functions
     if isinstance(node, ast.Assign):
         return any(isinstance(target, ast.Name) and target.id == "EXPERIMENT" for target in node.targets)
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)  # the docstring
@@ -64,17 +65,17 @@ def _is_literal(node: ast.expr) -> bool:
     return True
 
 
-def _imported_modules(first: str) -> dict[str, Path]:
-    """All modules of the package that `first` needs, by name: imports inside functions count too."""
+def _imported_modules(root: str) -> dict[str, Path]:
+    """Find all modules of the package that `root` needs, by name. Imports inside functions count too."""
     modules: dict[str, Path] = {}
-    waiting = [first]
-    while waiting:
-        module = waiting.pop()
+    unread = [root]
+    while unread:
+        module = unread.pop()
         path = _path_of(module)
         if module in modules or path is None or module.startswith(_NOT_SIMULATED):
             continue
         modules[module] = path
-        waiting += _imports(_parse(path))
+        unread += _imports(_parse(path))
     return modules
 
 
@@ -88,12 +89,12 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def _path_of(module: str) -> Path | None:
-    """The module's file; None for what is no module of this package."""
-    first, *rest = module.split(".")
-    if first != "diloco":
+    """Return the module's file; None for a name that is no module of this package."""
+    package, *parts = module.split(".")
+    if package != "diloco":
         return None
-    base = _ROOT.joinpath(*rest)
-    candidates = (base / "__init__.py", base.with_suffix(".py")) if rest else (base / "__init__.py",)
+    base = _ROOT.joinpath(*parts)
+    candidates = (base / "__init__.py", base.with_suffix(".py")) if parts else (base / "__init__.py",)
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -101,15 +102,15 @@ def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _essence(tree: ast.AST) -> str:
-    """The syntax tree without docstrings, as text."""
+def _without_docstrings(tree: ast.AST) -> str:
+    """Write a syntax tree without docstrings as text."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            kept = [
+            statements = [
                 statement
                 for statement in body
                 if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
             ]
-            node.body = kept  # type: ignore[attr-defined]
+            node.body = statements  # type: ignore[attr-defined]
     return ast.dump(tree)

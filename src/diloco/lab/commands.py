@@ -1,7 +1,9 @@
-"""What `diloco lab` and `python -m diloco.lab` do: list, run, tune, report, new."""
+"""The verbs of `diloco lab` and `python -m diloco.lab`: list, run, tune, report, new."""
 
+import os
 import shlex
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,17 +15,27 @@ from diloco.lab.claims import FEWEST_SEEDS
 from diloco.lab.experiment import Experiment, load
 from diloco.lab.experiments import EXPERIMENTS, experiment_of
 from diloco.lab.report.writing import write_report
-from diloco.lab.results import TUNING_SEED, ResultFolder, Setting, Tuned, key_of
+from diloco.lab.results import TUNING_SEED, ResultFolder, SearchRecord, Setting, key_of
 from diloco.lab.run_options import RunOptions
-from diloco.lab.runs import ArmTask, Conditions, Runner, Say, check_seeds, code_of, setting_of, tasks_of
+from diloco.lab.runs import Conditions, Runner, Say
 from diloco.lab.scales import Scale, scale_of
+from diloco.lab.tasks import ArmTask, check_seeds, code_of, setting_of, tasks_of
 from diloco.lab.texts import Texts
-from diloco.lab.tuning import Place, best
+from diloco.lab.tuning import Place, Search, best
 from diloco.own_command import command
 
 
+def print_line(line: str) -> None:
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError as error:  # the reader of the pipe, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from error
+
+
 def list_experiments(scale_name: str, say: Say) -> None:
-    """Each experiment with its source, arms and claims."""
+    """List the experiments, each with its source and its numbers of arms and claims."""
     scale = scale_of(scale_name)
     say(f"scale {scale.name}: {scale.described()}")
     for experiment in EXPERIMENTS.values():
@@ -32,21 +44,19 @@ def list_experiments(scale_name: str, say: Say) -> None:
         say(f"  {experiment.name:15} {experiment.title} ({experiment.source}): {count}")
 
 
-def chosen(names: Sequence[str], everything: bool) -> list[Experiment]:
-    """The named experiments; a name that ends with .py is a file of one's own."""
+def find_experiments(names: Sequence[str], everything: bool) -> list[Experiment]:
+    """Find the named experiments, or all; a name that ends with .py is a file of the user's."""
     if everything and names:
         raise ConfigError(f"--all and {', '.join(names)}: give one of the two")
     if not everything and not names:
         raise ConfigError("name one or more experiments (diloco lab list), a file of your own, or --all")
-    return list(EXPERIMENTS.values()) if everything else [_find(name) for name in names]
-
-
-def _find(name: str) -> Experiment:
-    return load(Path(name)) if name.endswith(".py") else experiment_of(name)
+    if everything:
+        return list(EXPERIMENTS.values())
+    return [load(Path(name)) if name.endswith(".py") else experiment_of(name) for name in names]
 
 
 def run(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> int:
-    """Run the arms that are not finished; the number that remain."""
+    """Run the arms that are not finished. Returns the number that remain."""
     texts = _texts(options)
     setting = setting_of(texts, {experiment.text for experiment in experiments})
     seeds = check_seeds(FEWEST_SEEDS if options.seeds is None else options.seeds)
@@ -65,81 +75,74 @@ def run(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> int
 
 
 def tune(experiments: Sequence[Experiment], options: RunOptions, say: Say) -> Scale:
-    """Search the numbers of the experiments' methods, one experiment after another; the scale with what was found.
+    """Search the numbers of the experiments' methods. Returns the scale with the best ones.
 
-    What one experiment found is what the next one begins with: the inner rate of t2, say, is that of f6.
+    The experiments are tuned one after another, and each begins with what the ones before found: f6 with the inner rate
+    that t2 found, for example.
     """
     texts = _texts(options)
     scale = scale_of(options.scale)
     seeds = tuning_seeds(options)
     for experiment in experiments:
         if experiment.tuning is None:
-            having = ", ".join(other.name for other in EXPERIMENTS.values() if other.tuning is not None)
-            raise ConfigError(f"the experiment {experiment.name} has nothing to tune: those that have are {having}")
+            tunable = ", ".join(known.name for known in EXPERIMENTS.values() if known.tuning is not None)
+            raise ConfigError(f"the experiment {experiment.name} has nothing to tune: those that have are {tunable}")
     setting = setting_of(texts, {experiment.text for experiment in experiments})
     ResultFolder(options.folder).begin(setting)
     with Runner(_conditions(texts, options, experiments), say) as runner:
         for experiment in experiments:
-            scale = search([experiment], scale, seeds, setting, runner, say)
+            scale = _tune_experiment(experiment, scale, seeds, setting, runner, say)
     return scale
 
 
-def search(
-    experiments: Sequence[Experiment], scale: Scale, seeds: Sequence[int], setting: Setting, runner: Runner, say: Say
+def _tune_experiment(
+    experiment: Experiment, scale: Scale, seeds: Sequence[int], setting: Setting, runner: Runner, say: Say
 ) -> Scale:
-    """Walk all searches of these experiments together, and write what they found to the folder's TUNED file."""
-    losses_by_place: dict[tuple[str, str], dict[Place, float]] = {}
-    searches = [
-        (experiment, made)
-        for experiment in experiments
-        if experiment.tuning is not None
-        for made in experiment.tuning(scale)
-    ]
+    """Walk all searches of an experiment together, and write what they found to tuned.json of the folder."""
+    assert experiment.tuning is not None
+    searches = experiment.tuning(scale)
+    losses: dict[str, dict[Place, float]] = {search.name: {} for search in searches}
+    digest = setting.texts[experiment.text]
+    code = code_of(experiment, runner.conditions.how)
     folder = ResultFolder(runner.conditions.folder)
-    while True:
-        wanted = [
-            (experiment, made, place)
-            for experiment, made in searches
-            for place in made.wanted(losses_by_place.setdefault((experiment.name, made.name), {}))
-        ]
-        if not wanted:
-            break
-        tasks = {
-            key_of(made.arm(place), seed, setting.texts[experiment.text]): ArmTask(
-                key_of(made.arm(place), seed, setting.texts[experiment.text]),
-                code_of(experiment, runner.conditions.how),
-                f"{experiment.name}: {made.name}, {made.described(place)}",
-                made.arm(place),
-                seed,
-                experiment.text,
-            )
-            for experiment, made, place in wanted
-            for seed in seeds
-        }
+    while unmeasured := [(search, place) for search in searches for place in search.unmeasured(losses[search.name])]:
+        tasks: dict[str, ArmTask] = {}
+        for search, place in unmeasured:
+            arm = search.arm(place)
+            for seed in seeds:
+                key = key_of(arm, seed, digest)
+                name = f"{experiment.name}: {search.name}, {search.described(place)}"
+                tasks[key] = ArmTask(key, code, name, arm, seed, experiment.text)
         if runner.run(list(tasks.values())):
             say("there was no time for all candidates: run the same command again to continue")
             return scale
-        for experiment, made, place in wanted:
-            arm = made.arm(place)
-            digest = setting.texts[experiment.text]
-            losses = [finished.result.loss for seed in seeds if (finished := folder.read(key_of(arm, seed, digest)))]
-            losses_by_place[experiment.name, made.name][place] = statistics.mean(losses)
-    for experiment, made in searches:
-        losses_of = losses_by_place[experiment.name, made.name]
-        chosen_place = best(losses_of)
-        ordered = sorted(losses_of, key=losses_of.__getitem__)
-        say(f"{made.name}: " + "; ".join(f"{made.described(place)}: {losses_of[place]:.4f}" for place in ordered))
-        edges = made.edges(chosen_place)
-        if edges:
-            say(f"  {', '.join(edges)} is at the end of its ladder")
-        scale = scale.changed(made.changes(made.values(chosen_place)))
-        tried = [made.values(place) | {"loss": losses_of[place]} for place in ordered]
-        folder.add_tuned(f"{experiment.name}: {made.name}", Tuned(made.values(chosen_place), tried, edges))
+        for search, place in unmeasured:
+            arm = search.arm(place)
+            finished = [folder.read(key_of(arm, seed, digest)) for seed in seeds]
+            losses[search.name][place] = statistics.mean(run.result.loss for run in finished if run is not None)
+    for search in searches:
+        scale = _keep_best(search, losses[search.name], experiment.name, scale, folder, say)
     return scale
 
 
+def _keep_best(
+    search: Search, losses: dict[Place, float], experiment: str, scale: Scale, folder: ResultFolder, say: Say
+) -> Scale:
+    """Print and write what a search has measured. Returns the scale with the values of the best place."""
+    best_place = best(losses)
+    ordered = sorted(losses, key=losses.__getitem__)
+    say(f"{search.name}: " + "; ".join(f"{search.described(place)}: {losses[place]:.4f}" for place in ordered))
+    edges = search.edges(best_place)
+    if edges:
+        say(f"  {', '.join(edges)} is at the end of its ladder")
+    values = search.values(best_place)
+    tried = [search.values(place) | {"loss": losses[place]} for place in ordered]
+    folder.add_search(f"{experiment}: {search.name}", SearchRecord(values, tried, edges))
+    return scale.changed(search.changes(values))
+
+
 def tuning_seeds(options: RunOptions) -> range:
-    """Seeds that judge nothing: no claim is judged by a seed for which rates were chosen."""
+    """Return the seeds to tune with. They judge nothing: no claim is judged by a seed for which rates were chosen."""
     count = len(check_seeds(1 if options.seeds is None else options.seeds))
     return range(TUNING_SEED, TUNING_SEED + count)
 
@@ -163,16 +166,16 @@ def _conditions(texts: Texts, options: RunOptions, experiments: Sequence[Experim
 
 
 def report(folder: Path, names: Sequence[str], to: Path | None, say: Say) -> None:
-    """Write the report of a folder; `names`: of these experiments only, or files of one's own."""
-    written = write_report(folder, chosen(names, everything=not names), to)
-    for judgement in written.judgements:
+    """Write the report of a folder; `names`: of these experiments only, or of the user's files."""
+    written_report = write_report(folder, find_experiments(names, everything=not names), to)
+    for judgement in written_report.judgements:
         if judgement.values:
             reason = f"; {judgement.reason}" if judgement.reason else ""
             say(
                 f"{judgement.verdict:14} {judgement.claim.text}: {judgement.measured_text} "
                 f"(published: {judgement.claim.published}{reason})"
             )
-    say(f"written: {written.html}, {written.markdown}")
+    say(f"written: {written_report.html}, {written_report.markdown}")
 
 
 TEMPLATE = '''"""NAME: say in one sentence what you want to know.
@@ -227,8 +230,8 @@ EXPERIMENT = Experiment(
 """The file that `diloco lab new NAME` writes."""
 
 
-def new(name: str, say: Say) -> Path:
-    """Write an experiment of one's own, ready to run."""
+def write_new_experiment(name: str, say: Say) -> Path:
+    """Write the file of a new experiment, ready to run."""
     if not name.isidentifier():
         raise ConfigError(f"{name!r} cannot be a Python module: use letters, digits and _")
     path = Path(f"{name}.py")

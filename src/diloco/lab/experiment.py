@@ -67,7 +67,7 @@ Figure = Curves | Sweep | Similarity
 @final
 @dataclass(frozen=True)
 class Experiment:
-    """One table or figure of a paper, or an idea of one's own."""
+    """One table or figure of a paper, or an idea of the user's."""
 
     name: str
     title: str
@@ -87,13 +87,13 @@ class Experiment:
     note: str = ""
     """How it differs from the paper's, where the scale alone does not say it."""
     file: Path | None = None
-    """The file of an experiment of one's own; None for those of the package."""
+    """The file of a user's experiment; None for those of the package."""
     code: str = ""
     """Hash of what that file adds to the package (code.py); empty if it adds nothing."""
 
 
 def load(path: Path) -> Experiment:
-    """Import an experiment of one's own, with the optimizers, codecs and merges that its file adds."""
+    """Import a user's experiment, with the optimizers, codecs and merges that its file adds."""
     if not path.is_file():
         raise ConfigError(f"there is no file {path}: write one with diloco lab new {path.stem}")
     name = f"diloco_lab_file_{path.stem}"
@@ -102,9 +102,9 @@ def load(path: Path) -> Experiment:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    made = getattr(module, "EXPERIMENT", None)
-    if not isinstance(made, Experiment):
+    experiment = getattr(module, "EXPERIMENT", None)
+    if not isinstance(experiment, Experiment):
         raise ConfigError(f"{path} makes no EXPERIMENT (an Experiment of diloco.lab.experiment): see diloco lab new")
-    named = (made.arms, made.claims, made.figures, made.analysis, made.tuning)
-    namers = {function.__name__ for function in named if function is not None}
-    return replace(made, file=path.resolve(), code=code_of_file(path, namers))
+    functions = (experiment.arms, experiment.claims, experiment.figures, experiment.analysis, experiment.tuning)
+    describing_functions = {function.__name__ for function in functions if function is not None}
+    return replace(experiment, file=path.resolve(), code=code_of_file(path, describing_functions))

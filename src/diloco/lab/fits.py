@@ -1,4 +1,4 @@
-"""What is fitted through the results of many arms: lines through logarithms, power laws, and how well they predict.
+"""Fits through the results of many arms: lines through logarithms, power laws, and how well they predict.
 
 A fit says how wrong it is: two standard errors of each number, the part of the variance that it explains, and, where
 the arms allow it, its error at arms that it has not seen.
@@ -22,9 +22,10 @@ Values = NDArray[np.float64]
 
 
 def doubling_line(names: Sequence[str], places: Mapping[str, tuple[float, ...]], results: Results) -> list[Block]:
-    """A line through the logarithms of perplexity over those of some numbers, in words; nothing if undetermined.
+    """Fit log perplexity by a line in the logarithms of some numbers, and say how it changes with each doubling.
 
-    `names` are those of the numbers, such as H; `places` gives the numbers of each arm.
+    `names` are those of the numbers, such as H; `places` gives the numbers of each arm. Nothing is said if the results
+    do not determine the line.
     """
     points = list[Sequence[float]]()
     losses = list[float]()
@@ -35,11 +36,11 @@ def doubling_line(names: Sequence[str], places: Mapping[str, tuple[float, ...]],
     if len(points) <= len(names) + 1 or np.linalg.matrix_rank(points) < len(names) + 1:
         return []
     line, *_ = np.linalg.lstsq(np.array(points), np.array(losses), rcond=None)
-    left = np.array(losses) - np.array(points) @ line
+    residuals = np.array(losses) - np.array(points) @ line
     freedom = len(losses) - len(line)
-    variance = float(left @ left) / freedom
+    variance = float(residuals @ residuals) / freedom
     errors = np.sqrt(variance * np.diag(np.linalg.inv(np.array(points).T @ np.array(points))))
-    explained = 1 - float(left @ left) / (statistics.pvariance(losses) * len(losses))
+    explained = 1 - float(residuals @ residuals) / (statistics.pvariance(losses) * len(losses))
     slopes = ", ".join(
         f"{math.expm1(slope):+.2%} ± {2 * error:.2%} with each doubling of {name}"
         for name, slope, error in zip(names, line[1:], errors[1:], strict=True)
@@ -77,7 +78,7 @@ def _power_law(places: Values, factor: float, *exponents: float) -> Values:
 
 
 def fit_power_law(places: Sequence[Sequence[float]], values: Sequence[float]) -> PowerLaw | None:
-    """The law through (x_1, x_2, …) → y; None if the points do not determine it."""
+    """Fit the law through points (x_1, x_2, …) → y; None if the points do not determine it."""
     from scipy.optimize import curve_fit
 
     x, y = np.array(places, float).T, np.array(values, float)
@@ -88,14 +89,14 @@ def fit_power_law(places: Sequence[Sequence[float]], values: Sequence[float]) ->
         fitted, covariance = curve_fit(_power_law, x, y, p0=start, maxfev=20_000)
     except RuntimeError:  # it does not converge
         return None
-    left = y - _power_law(x, *fitted)
+    residuals = y - _power_law(x, *fitted)
     total = float(((y - y.mean()) ** 2).sum())
     return PowerLaw(
         factor=float(fitted[0]),
         exponents=tuple(float(exponent) for exponent in fitted[1:]),
         errors=tuple(float(2 * error) for error in np.sqrt(np.diag(covariance))),
-        error=float(np.sqrt((left**2).mean())),
-        explained=1 - float((left**2).sum()) / total if total else 1.0,
+        error=float(np.sqrt((residuals**2).mean())),
+        explained=1 - float((residuals**2).sum()) / total if total else 1.0,
     )
 
 
@@ -112,12 +113,13 @@ def lowest_of_parabola(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def left_out_errors(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """The root mean square error of a line through all other points, and that of the mean of all other points."""
+    """Predict each point by the line through all others, and by their mean. Returns the root mean squares of the two
+    errors."""
     by_line = []
     by_mean = []
     for index in range(len(x)):
-        others_x = [value for other, value in enumerate(x) if other != index]
-        others_y = [value for other, value in enumerate(y) if other != index]
+        others_x = [value for index_of_other, value in enumerate(x) if index_of_other != index]
+        others_y = [value for index_of_other, value in enumerate(y) if index_of_other != index]
         predict = _line(others_x, others_y)
         by_line.append(y[index] - predict(x[index]))
         by_mean.append(y[index] - statistics.mean(others_y))

@@ -49,8 +49,8 @@ class Setting:
 
 @final
 @dataclass(frozen=True)
-class Tuned:
-    """The result of a search, on a seed that judges nothing."""
+class SearchRecord:
+    """What a search measured, on a seed that judges nothing."""
 
     chosen: dict[str, float]
     tried: list[dict[str, float]]
@@ -62,7 +62,7 @@ class Tuned:
 
 @final
 @dataclass(frozen=True)
-class Finished:
+class FinishedArm:
     """The result of an arm with one seed, the code that gave it, and when."""
 
     code: str
@@ -72,7 +72,8 @@ class Finished:
 
 
 def key_of(arm: Arm, seed: int, text_digest: str) -> str:
-    """The name of a result but for its code: equal for equal configurations, whatever experiment asks."""
+    """Return the first part of a result's name, which its code follows. It says nothing of the experiment: equal arms
+    have equal keys."""
     return f"{arm.key()}-{text_digest[:6]}-{seed}"
 
 
@@ -84,39 +85,39 @@ class ResultFolder:
         self.folder = folder
 
     def begin(self, setting: Setting) -> None:
-        """Remember the setting, or refuse a folder of another one."""
+        """Write the setting into the folder, or refuse a folder of another one."""
         path = self.folder / SETTING
         if path.is_file():
             existing = self.setting()
             if existing.scale != setting.scale:
-                raise ConfigError(self._other("scale", existing.scale, setting.scale))
+                raise ConfigError(self._conflict("scale", existing.scale, setting.scale))
             for role in existing.texts.keys() & setting.texts.keys():
                 if existing.texts[role] != setting.texts[role]:
-                    raise ConfigError(self._other(role, existing.described[role], setting.described[role]))
+                    raise ConfigError(self._conflict(role, existing.described[role], setting.described[role]))
             texts = existing.texts | setting.texts
             described = existing.described | setting.described
             setting = Setting(setting.scale, texts, described)
         (self.folder / RESULTS).mkdir(parents=True, exist_ok=True)
         write_file(path, (json.dumps(asdict(setting), indent=1) + "\n").encode())
 
-    def _other(self, name: str, existing: str, asked: str) -> str:
+    def _conflict(self, name: str, existing: str, requested: str) -> str:
         return (
-            f"{self.folder} holds results with another {name} ({existing}, not {asked}): "
+            f"{self.folder} holds results with another {name} ({existing}, not {requested}): "
             "choose another folder with --out"
         )
 
-    def add_tuned(self, name: str, search: Tuned) -> None:
-        """Remember what a search found and tried."""
-        known = {title: asdict(numbers) for title, numbers in self.tuned().items()}
-        known[name] = asdict(search)
-        write_file(self.folder / TUNED, (json.dumps(_rounded(known), indent=1) + "\n").encode())
+    def add_search(self, name: str, search: SearchRecord) -> None:
+        """Add what a search measured to tuned.json."""
+        searches = {title: asdict(record) for title, record in self.searches().items()}
+        searches[name] = asdict(search)
+        write_file(self.folder / TUNED, (json.dumps(_rounded(searches), indent=1) + "\n").encode())
 
-    def tuned(self) -> dict[str, Tuned]:
-        """All searches of this folder, by experiment and method."""
+    def searches(self) -> dict[str, SearchRecord]:
+        """Read all searches of this folder, by experiment and method."""
         path = self.folder / TUNED
         if not path.is_file():
             return {}
-        return {name: Tuned(**values) for name, values in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {name: SearchRecord(**values) for name, values in json.loads(path.read_text(encoding="utf-8")).items()}
 
     def setting(self) -> Setting:
         path = self.folder / SETTING
@@ -138,43 +139,43 @@ class ResultFolder:
         }
         write_file(self._path(key, code), (json.dumps(record, separators=(",", ":")) + "\n").encode())
 
-    def read(self, key: str) -> Finished | None:
-        """The newest result of an arm, whatever code gave it; None if it is not finished."""
+    def read(self, key: str) -> FinishedArm | None:
+        """Read the newest result of an arm, whatever code gave it; None if it is not finished."""
         finished = [self._read(path) for path in self._paths(key)]
         return max(finished, key=lambda result: result.date, default=None)
 
-    def _read(self, path: Path) -> Finished:
+    def _read(self, path: Path) -> FinishedArm:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            return Finished(record["code"], record.get("date", ""), ArmResult.from_json(record["result"]))
+            return FinishedArm(record["code"], record.get("date", ""), ArmResult.from_json(record["result"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read ({error}): delete it to run the arm again") from error
 
     def seeds(self) -> list[int]:
-        """All seeds of which there is a result."""
+        """List the seeds of which there is a result."""
         return sorted({int(path.stem.split("-")[2]) for path in (self.folder / RESULTS).glob("*-*-*.json")})
 
     def _path(self, key: str, code: str) -> Path:
         return self.folder / RESULTS / f"{key}-{code}.json"
 
     def _paths(self, key: str) -> list[Path]:
-        """Results of all codes; those from before codes were in the name have none."""
+        """List an arm's files. The name of the oldest has no code."""
         without_code = self.folder / RESULTS / f"{key}.json"
         older = [without_code] if without_code.is_file() else []
         return older + sorted((self.folder / RESULTS).glob(f"{key}-*.json"))
 
 
 def _thinned(items: Sequence[Item]) -> list[Item]:
-    """The first ones, and of the rest some at even distances, the last one included."""
+    """Keep the first FIRST_ROUNDS items, and of the later ones some at even distances, the last one included."""
     if len(items) <= _MOST_ROUNDS:
         return list(items)
-    rest = items[FIRST_ROUNDS:]
-    kept = _MOST_ROUNDS - FIRST_ROUNDS
-    return [*items[:FIRST_ROUNDS], *(rest[round(i * (len(rest) - 1) / (kept - 1))] for i in range(kept))]
+    later = items[FIRST_ROUNDS:]
+    later_kept = _MOST_ROUNDS - FIRST_ROUNDS
+    return [*items[:FIRST_ROUNDS], *(later[round(i * (len(later) - 1) / (later_kept - 1))] for i in range(later_kept))]
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits are more than a seed's noise leaves."""
+    """Round all floats to six digits: the noise of a seed leaves fewer."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, list | tuple):

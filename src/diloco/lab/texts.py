@@ -1,8 +1,8 @@
 """The texts of the laboratory's runs: one that all workers share, and one whose parts differ.
 
-Without a text of one's own both are on every machine: the Python library, and for arms whose workers read different
-things its largest packages, a file each. Asyncio, e-mail, XML and so on differ in words and habits, though far less
-than books, law and code do.
+The defaults are on every machine: the Python library and, for arms whose workers read different texts, its largest
+packages, a file each. Asyncio, e-mail, XML and so on differ in words and habits, though far less than books, law and
+code do.
 """
 
 import platform
@@ -40,7 +40,7 @@ class Texts:
 
 
 def open_text(source: str, scale: Scale, role: str) -> Corpus:
-    """A prepared corpus's folder, or a source of `diloco train` (prepared once, in the cache)."""
+    """Open a text: the folder of a prepared corpus, or a source of `diloco train`, prepared once in the cache."""
     folder = Path(source)
     if (folder / META).is_file():
         return Corpus.open(folder)
@@ -51,7 +51,8 @@ def open_text(source: str, scale: Scale, role: str) -> Corpus:
 
 
 def library_domains(most_bytes: int | None) -> Path:
-    """A folder of eight files, each with at most an eighth of `most_bytes`; written once, in the cache."""
+    """Write eight packages of the Python library as files, each of at most an eighth of `most_bytes`, once in the
+    cache. Returns their folder."""
     name = f"lab-domains-{platform.python_version()}-{most_bytes or 'all'}"
     folder = cache_root(DataConfig()) / name
     if len(list(folder.glob("*.txt"))) == DOMAINS:

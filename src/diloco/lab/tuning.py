@@ -37,6 +37,7 @@ class Search:
     """The fields of `Scale` that these values are."""
 
     def first(self) -> Place:
+        """Return the place that is nearest to the start."""
         return tuple(
             min(range(len(ladder)), key=lambda rung: abs(math.log((ladder[rung] + 0.01) / (self.start[name] + 0.01))))
             for name, ladder in self.ladders.items()
@@ -46,11 +47,11 @@ class Search:
         return {name: ladder[rung] for rung, (name, ladder) in zip(place, self.ladders.items(), strict=True)}
 
     def arm(self, place: Place) -> Arm:
-        """The arm of a place; only its last loss counts."""
+        """Return the arm that measures a place. It is evaluated once, at its end."""
         return replace(self.arm_of(self.values(place)), eval_points=1)
 
-    def wanted(self, losses: Mapping[Place, float]) -> list[Place]:
-        """The places to measure next; none when all neighbours of the best one are known."""
+    def unmeasured(self, losses: Mapping[Place, float]) -> list[Place]:
+        """List the places to measure next: the best one so far and its neighbours, without those in `losses`."""
         place = best(losses) if losses else self.first()
         around = [place]
         for index, ladder in enumerate(self.ladders.values()):
@@ -59,7 +60,7 @@ class Search:
         return [neighbour for neighbour in around if neighbour not in losses]
 
     def edges(self, place: Place) -> list[str]:
-        """The numbers that lie at an end of their ladder; no momentum is no edge, because nothing is below it."""
+        """List the numbers that lie at an end of their ladder. A momentum of 0 does not count: nothing is below it."""
         ends = []
         for rung, (name, ladder) in zip(place, self.ladders.items(), strict=True):
             at_end = rung in (0, len(ladder) - 1)
@@ -72,5 +73,5 @@ class Search:
 
 
 def best(losses: Mapping[Place, float]) -> Place:
-    """The place with the lowest loss; one that diverged is worse than all others."""
+    """Return the place with the lowest loss; one that diverged is worse than all others."""
     return min(losses, key=lambda place: losses[place] if math.isfinite(losses[place]) else math.inf)

@@ -88,21 +88,21 @@ def test_the_published_results_are_those_of_arms_as_they_are_now(name: str) -> N
         for arm_name, arm in experiment.arms(SCALES[name]).items()
         for seed in range(3)
     }
-    found = {path.stem.rpartition("-")[0] for path in (LAB / name / "results").glob("*.json")}
-    judging = {key for key in found if int(key.rpartition("-")[2]) < TUNING_SEED}
+    stored = {path.stem.rpartition("-")[0] for path in (LAB / name / "results").glob("*.json")}
+    judging = {key for key in stored if int(key.rpartition("-")[2]) < TUNING_SEED}
     assert judging and not judging - set(known)
     assert len({key.rpartition("-")[0] for key in judging}) * 3 == len(judging), "all three seeds of each arm"
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_scale_has_the_numbers_that_were_found_for_it(name: str) -> None:
-    scale, tuned = SCALES[name], ResultFolder(LAB / name).tuned()
+    scale, records = SCALES[name], ResultFolder(LAB / name).searches()
     for experiment in EXPERIMENTS.values():
         for search in experiment.tuning(scale) if experiment.tuning is not None else []:
-            if (found := tuned.get(f"{experiment.name}: {search.name}")) is not None:
-                assert search.values(search.first()) == found.chosen, search.name
-                assert found.chosen | {"loss": found.tried[0]["loss"]} == found.tried[0]
-    assert {"regime: 8× batch, data-parallel", "t2: 1× baseline", "t2: DiLoCo"} <= set(tuned)
+            if (record := records.get(f"{experiment.name}: {search.name}")) is not None:
+                assert search.values(search.first()) == record.chosen, search.name
+                assert record.chosen | {"loss": record.tried[0]["loss"]} == record.tried[0]
+    assert {"regime: 8× batch, data-parallel", "t2: 1× baseline", "t2: DiLoCo"} <= set(records)
 
 
 @pytest.mark.parametrize("name", run_files.FILES)

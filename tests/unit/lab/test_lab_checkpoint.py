@@ -14,10 +14,11 @@ from diloco.errors import ConfigError
 from diloco.lab import runs, scales, texts
 from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.results import ResultFolder
-from diloco.lab.runs import ArmTask, Conditions, Runner
+from diloco.lab.runs import Conditions, Runner
 from diloco.lab.simulation import checkpoint
-from diloco.lab.simulation.checkpoint import Interrupted, Saving
+from diloco.lab.simulation.checkpoint import ArmCheckpoint, Interrupted
 from diloco.lab.simulation.simulator import simulate
+from diloco.lab.tasks import ArmTask
 from support.synthetic_corpus import synthetic_corpus
 
 MODEL = {
@@ -54,17 +55,17 @@ def same(a: ArmResult, b: ArmResult) -> bool:
     return replace(a, **no_time) == replace(b, **no_time)
 
 
-def interrupted(one: Arm, corpus: Corpus, path: Path, step: int, how: str, seed: int = 0) -> None:
+def interrupted(interrupted_arm: Arm, corpus: Corpus, path: Path, step: int, how: str, seed: int = 0) -> None:
     """Ends after this step, counted from the beginning of the arm."""
     taken = 0
 
-    def on_progress(told: Progress) -> None:
+    def on_progress(progress: Progress) -> None:
         nonlocal taken
-        taken = told.step if told.phase == "training" else 0
+        taken = progress.step if progress.phase == "training" else 0
 
-    saving = Saving(path, stop=lambda: taken == step)
+    checkpoint_file = ArmCheckpoint(path, stop=lambda: taken == step)
     with pytest.raises(Interrupted):
-        simulate(one, seed, corpus, "cpu", how=how, on_progress=on_progress, saving=saving)
+        simulate(interrupted_arm, seed, corpus, "cpu", how=how, on_progress=on_progress, checkpoint=checkpoint_file)
 
 
 @pytest.mark.parametrize(
@@ -78,55 +79,62 @@ def interrupted(one: Arm, corpus: Corpus, path: Path, step: int, how: str, seed:
         (DATA_PARALLEL, "sequential", (5,)),
         (MOMENTS, "stacked", (7,)),
     ],
-    ids=lambda one: next((name for name, value in globals().items() if value is one and name.isupper()), str(one)),
+    ids=lambda tested_arm: next(
+        (name for name, value in globals().items() if value is tested_arm and name.isupper()), str(tested_arm)
+    ),
 )
 def test_an_interrupted_arm_gives_the_result_of_one_that_was_not(
     corpus: Corpus, tmp_path: Path, options: dict[str, Any], how: str, stops: tuple[int, ...]
 ) -> None:
-    one, path = arm(**options), tmp_path / "arm.safetensors"
-    expected = simulate(one, 0, corpus, "cpu", how=how)
+    tested_arm, path = arm(**options), tmp_path / "arm.safetensors"
+    expected = simulate(tested_arm, 0, corpus, "cpu", how=how)
     for step in stops:
-        interrupted(one, corpus, path, step, how)
-    saving = Saving(path)
-    found = simulate(one, 0, corpus, "cpu", how=how, saving=saving)
-    assert saving.resumed_at == stops[-1]
-    assert same(found, expected)
+        interrupted(tested_arm, corpus, path, step, how)
+    checkpoint_file = ArmCheckpoint(path)
+    result = simulate(tested_arm, 0, corpus, "cpu", how=how, checkpoint=checkpoint_file)
+    assert checkpoint_file.resumed_at == stops[-1]
+    assert same(result, expected)
 
 
 def test_saving_on_the_way_changes_nothing(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_SHARE_OF_TIME", math.inf)
-    saving, saved = Saving(tmp_path / "arm.safetensors", seconds=0.0), list[int]()
-    monkeypatch.setattr(saving, "write", lambda state, _: saved.append(state.numbers["step"]))
-    found = simulate(arm(**LATE), 0, corpus, "cpu", how="stacked", saving=saving)
-    assert saved == list(range(1, 12))
-    assert same(found, simulate(arm(**LATE), 0, corpus, "cpu", how="stacked"))
+    checkpoint_file = ArmCheckpoint(tmp_path / "arm.safetensors", seconds=0.0)
+    saved_steps: list[int] = []
+    monkeypatch.setattr(checkpoint_file, "write", lambda state, _: saved_steps.append(state.numbers["step"]))
+    result = simulate(arm(**LATE), 0, corpus, "cpu", how="stacked", checkpoint=checkpoint_file)
+    assert saved_steps == list(range(1, 12))
+    assert same(result, simulate(arm(**LATE), 0, corpus, "cpu", how="stacked"))
 
 
 def test_a_checkpoint_of_other_code_or_a_damaged_one_is_told_and_not_used(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, path = arm(steps=5), tmp_path / "arm.safetensors"
-    expected = simulate(one, 0, corpus, "cpu", how="stacked")
-    for harm, told in (("code", "is of another code"), ("seed", "is of another seed"), ("bytes", "cannot be read")):
+    tested_arm, path = arm(steps=5), tmp_path / "arm.safetensors"
+    expected = simulate(tested_arm, 0, corpus, "cpu", how="stacked")
+    for damage, message in (
+        ("code", "is of another code"),
+        ("seed", "is of another seed"),
+        ("bytes", "cannot be read"),
+    ):
         caplog.clear()
         with monkeypatch.context() as patch:
-            if harm == "code":
+            if damage == "code":
                 patch.setattr(checkpoint, "code_version", lambda: "another")
-            interrupted(one, corpus, path, 2, "stacked", seed=int(harm == "seed"))
-        if harm == "bytes":
+            interrupted(tested_arm, corpus, path, 2, "stacked", seed=int(damage == "seed"))
+        if damage == "bytes":
             path.write_bytes(path.read_bytes()[:-10])
-        saving = Saving(path)
-        assert same(simulate(one, 0, corpus, "cpu", how="stacked", saving=saving), expected)
-        assert saving.resumed_at == 0
-        assert told in caplog.text and "the arm begins anew" in caplog.text
+        checkpoint_file = ArmCheckpoint(path)
+        assert same(simulate(tested_arm, 0, corpus, "cpu", how="stacked", checkpoint=checkpoint_file), expected)
+        assert checkpoint_file.resumed_at == 0
+        assert message in caplog.text and "the arm begins anew" in caplog.text
 
 
 def test_an_arm_whose_checkpoint_cannot_be_written_goes_on(
     corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    saving = Saving(tmp_path / "file" / "arm.safetensors", seconds=0.0)
-    assert simulate(arm(steps=4), 0, corpus, "cpu", how="stacked", saving=saving).rounds == 1
+    checkpoint_file = ArmCheckpoint(tmp_path / "file" / "arm.safetensors", seconds=0.0)
+    assert simulate(arm(steps=4), 0, corpus, "cpu", how="stacked", checkpoint=checkpoint_file).rounds == 1
     assert "the arm in progress cannot be saved" in caplog.text
 
 
@@ -137,32 +145,33 @@ def test_ctrl_c_saves_the_arm_in_progress_and_the_same_run_goes_on(
     tasks = tuple(
         ArmTask(f"{lr}-0", "code", f"lr {lr}", arm(steps=7, outer={"lr": lr}), 0, "text") for lr in (0.3, 0.7)
     )
-    given, said = signal.signal(signal.SIGINT, signal.default_int_handler), list[str]()  # ignored in the background
+    former_handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test in the background ignores it
+    lines: list[str] = []
 
-    def press(told: Progress) -> None:
-        if told.arm == "test" and told.step == 5:
+    def press(progress: Progress) -> None:
+        if progress.arm == "test" and progress.step == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
     def run(folder: str) -> int:
         (tmp_path / folder / "results").mkdir(parents=True, exist_ok=True)
         conditions = Conditions(texts.Texts("", "", scales.SCALES["smoke"]), tmp_path / folder, "cpu", how="stacked")
-        with Runner(conditions, said.append) as runner:
+        with Runner(conditions, lines.append) as runner:
             return runner.run(tasks)
 
     with monkeypatch.context() as patch:
         patch.setattr(runs, "simulate", lambda *args, **options: simulate(*args, **options | {"on_progress": press}))
         with pytest.raises(KeyboardInterrupt):
             run("out")
-    assert "2 remain; what was in progress is saved" in said[-1]
-    assert signal.signal(signal.SIGINT, given) is signal.default_int_handler
-    [left] = (tmp_path / "out" / "checkpoints").iterdir()
+    assert "2 remain; what was in progress is saved" in lines[-1]
+    assert signal.signal(signal.SIGINT, former_handler) is signal.default_int_handler
+    [checkpoint_path] = (tmp_path / "out" / "checkpoints").iterdir()
     assert run("out") == 0
-    assert [line for line in said if "continued from step 5" in line and "lr 0.3" in line]
-    assert not left.exists()
+    assert [line for line in lines if "continued from step 5" in line and "lr 0.3" in line]
+    assert not checkpoint_path.exists()
     assert run("other") == 0
     for key in ("0.3-0", "0.7-0"):
-        found, expected = (ResultFolder(tmp_path / one).read(key) for one in ("out", "other"))
-        assert found is not None and expected is not None and same(found.result, expected.result)
+        resumed, expected = (ResultFolder(tmp_path / folder).read(key) for folder in ("out", "other"))
+        assert resumed is not None and expected is not None and same(resumed.result, expected.result)
 
 
 def test_a_checkpoint_of_a_finished_arm_is_removed(corpus: Corpus, tmp_path: Path) -> None:
@@ -171,12 +180,12 @@ def test_a_checkpoint_of_a_finished_arm_is_removed(corpus: Corpus, tmp_path: Pat
     results.write("a-0", "code", simulate(arm(steps=4), 0, corpus, "cpu", how="stacked"))
     conditions = Conditions(texts.Texts("", "", scales.SCALES["smoke"]), tmp_path, "cpu")
     task = ArmTask("a-0", "code", "", arm(), 0, "text")
-    left = conditions.checkpoint(task)
-    left.parent.mkdir()
-    left.write_text("")
+    checkpoint_path = conditions.checkpoint_path(task)
+    checkpoint_path.parent.mkdir()
+    checkpoint_path.write_text("")
     with Runner(conditions, lambda _: None) as runner:
         assert runner.run([task]) == 0
-    assert not left.exists()
+    assert not checkpoint_path.exists()
 
 
 def test_a_bad_interval_is_refused() -> None:

@@ -17,7 +17,7 @@ from diloco.core.config import FEWEST_TO_MERGE, OUTER_NUMBERS
 from diloco.core.merges import MERGES
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS
 from diloco.errors import ConfigError, DiLoCoError
-from diloco.lab import commands, runs, scales
+from diloco.lab import commands, gpu_sharing, runs, scales, tasks
 from diloco.lab.__main__ import main
 from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.code import code_of_file
@@ -47,10 +47,10 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Arms give made-up results at once: what was asked for, in its order."""
-    asked: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
     def simulate(arm: Arm, seed: int, corpus: object, device: object, **_: object) -> ArmResult:
-        asked.append((arm.key(), seed))
+        calls.append((arm.key(), seed))
         loss = 3.0 + 0.001 * seed + (0.1 if arm.mode == "data_parallel" else 0.2 * arm.drop)
         return ArmResult(
             arm, seed, ((0, 4.0), (arm.steps, loss)), 3.0, 2, 0, 1e6, 1e8, 10.0, 0.9, (), 1000, 100, 1.0, 0.1, None,
@@ -58,22 +58,22 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         )  # fmt: skip
 
     monkeypatch.setattr(runs, "simulate", simulate)
-    return asked
+    return calls
 
 
 def _run(*experiments: object, seeds: int = 3, **options: object) -> list[str]:
-    said: list[str] = []
-    given = RunOptions(seeds=seeds, out=Path("out"), device="cpu", **options)  # type: ignore[arg-type]
-    commands.run(experiments, given, said.append)  # type: ignore[arg-type]
-    return said
+    lines: list[str] = []
+    run_options = RunOptions(seeds=seeds, out=Path("out"), device="cpu", **options)  # type: ignore[arg-type]
+    commands.run(experiments, run_options, lines.append)  # type: ignore[arg-type]
+    return lines
 
 
 def test_an_arm_that_two_experiments_share_runs_once_and_never_again(simulated: list[tuple[str, int]]) -> None:
     _run(T2, F8)
     assert len(simulated) == len(set(simulated)) == 3 * (4 + 5 - 1)
-    before = list(simulated)
+    simulated_before = list(simulated)
     assert "all finished" in _run(T2, F8)[-2]
-    assert simulated == before
+    assert simulated == simulated_before
     assert [seed for _, seed in simulated[:6]] == [0, 1, 2, 0, 1, 2]  # the first arm has all its seeds first
 
 
@@ -81,11 +81,11 @@ def test_arms_of_other_code_are_told_and_run_again_unless_any_code_counts(
     simulated: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _run(F8)
-    monkeypatch.setattr(runs, "simulation_code", lambda: "changed")
-    said = _run(F8, any_code=True)
-    assert said[0] == "15 arms and seeds, 15 of them finished already" and len(simulated) == 15
-    said = _run(F8)
-    assert said[0] == "15 arms and seeds, 0 of them finished already" and "15 of the others" in said[1]
+    monkeypatch.setattr(tasks, "simulation_code", lambda: "changed")
+    lines = _run(F8, any_code=True)
+    assert lines[0] == "15 arms and seeds, 15 of them finished already" and len(simulated) == 15
+    lines = _run(F8)
+    assert lines[0] == "15 arms and seeds, 0 of them finished already" and "15 of the others" in lines[1]
     assert len(simulated) == 30
     finished = ResultFolder(Path("out")).read(next((Path("out") / "results").glob("*-changed.json")).stem[:-8])
     assert finished is not None and finished.date
@@ -143,9 +143,9 @@ EXPERIMENT = Experiment("own", "own", "own", arms, lambda scale: ())
 def test_an_experiments_own_optimizer_codec_and_merge_work_in_every_process() -> None:
     Path("own.py").write_text(OWN)
     try:
-        own = load(Path("own.py"))
-        assert _run(own, seeds=1, processes=2)[-2] == "all finished"
-        [nothing] = [one for one in _results() if one.arm.sync.get("merge") == "nothing"]
+        experiment = load(Path("own.py"))
+        assert _run(experiment, seeds=1, processes=2)[-2] == "all finished"
+        [nothing] = [result for result in _results() if result.arm.sync.get("merge") == "nothing"]
         assert len({loss for _, loss in nothing.curve}) == 1  # its anchor never moves
     finally:
         for registry, name in (
@@ -187,19 +187,19 @@ def test_tuning_has_seeds_of_its_own_and_walks_until_the_best_place_has_worse_ne
         return replace(made_up(arm, seed, *rest, **options), curve=((0, 4.0), (arm.steps, 20.0 + distance)))
 
     monkeypatch.setattr(runs, "simulate", simulate)
-    said: list[str] = []
-    scale = commands.tune([T2], RunOptions(out=Path("out"), device="cpu"), said.append)
+    lines: list[str] = []
+    scale = commands.tune([T2], RunOptions(out=Path("out"), device="cpu"), lines.append)
     assert {seed for _, seed in simulated} == {1000} and len(simulated) == len(set(simulated))
     assert (scale.inner_lr, scale.outer_momentum) == (0.016, 0.7)
     assert scale.data_parallel_lr == scale.one_worker_lr == INNER_LRS[-1]
-    assert sum("lr 0.128 is at the end of its ladder" in line for line in said) == 2  # both baselines
+    assert sum("lr 0.128 is at the end of its ladder" in line for line in lines) == 2  # both baselines
     tuned = json.loads(Path("out/tuned.json").read_text())
     assert tuned["t2: DiLoCo"]["chosen"] == {"lr": 0.016, "outer lr": 0.7, "outer momentum": 0.7}
     losses = [place["loss"] for place in tuned["t2: DiLoCo"]["tried"]]
     assert losses == sorted(losses) and tuned["t2: DiLoCo"]["unmeasured_neighbours"] == 0
-    before = list(simulated)
-    commands.tune([T2], RunOptions(out=Path("out"), device="cpu"), said.append)
-    assert simulated == before  # what has been measured is not measured again
+    simulated_before = list(simulated)
+    commands.tune([T2], RunOptions(out=Path("out"), device="cpu"), lines.append)
+    assert simulated == simulated_before  # what has been measured is not measured again
     with pytest.raises(ConfigError, match="no finished arm"):
         write_report(Path("out"), [T2])  # a seed that tunes judges nothing
 
@@ -216,8 +216,8 @@ def test_a_later_experiment_begins_with_what_the_one_before_found(
     monkeypatch.setattr(runs, "simulate", simulate)
     scale = commands.tune([T2, EXPERIMENTS["f6"]], RunOptions(out=Path("out"), device="cpu"), lambda _: None)
     assert scale.inner_lr == 0.016
-    results = [one for one in _results() if one.arm.outer.get("optimizer") == "adam"]
-    assert results and all(one.arm.inner_config.lr == 0.016 for one in results)
+    results = [result for result in _results() if result.arm.outer.get("optimizer") == "adam"]
+    assert results and all(result.arm.inner_config.lr == 0.016 for result in results)
 
 
 def test_an_experiment_without_a_search_is_refused_with_those_that_have_one() -> None:
@@ -275,7 +275,7 @@ def test_the_report_gives_means_published_values_and_verdicts(simulated: list[tu
     _run(T2, F8)
     report = write_report(Path("out"), [T2, F8])
     page, markdown = report.html.read_text(), report.markdown.read_text()
-    verdicts = {one.claim.text: one.verdict for one in report.judgements}
+    verdicts = {judgement.claim.text: judgement.verdict for judgement in report.judgements}
     assert verdicts["DiLoCo has a lower perplexity than one worker alone"] == "holds"
     assert verdicts["Dropping 50% of the communication costs at most 3% of perplexity"] == "does not hold"
     assert "| DiLoCo | 20.11 ± 0.02 |" in markdown and "16.23" in markdown
@@ -286,7 +286,7 @@ def test_the_report_gives_means_published_values_and_verdicts(simulated: list[tu
 def test_the_report_makes_no_claim_of_two_seeds(simulated: list[tuple[str, int]]) -> None:
     _run(T2, seeds=2)
     report = write_report(Path("out"), [T2])
-    assert {one.verdict for one in report.judgements} == {"not resolved"}
+    assert {judgement.verdict for judgement in report.judgements} == {"not resolved"}
     assert "2 of the 3 seeds" in report.markdown.read_text()
 
 
@@ -294,25 +294,26 @@ def test_the_report_of_a_smoke_test_makes_no_claim(
     simulated: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _run(T2)
-    assert "holds" in {one.verdict for one in write_report(Path("out"), [T2]).judgements}
+    assert "holds" in {judgement.verdict for judgement in write_report(Path("out"), [T2]).judgements}
     monkeypatch.setitem(scales.SCALES, "smoke", replace(scales.SCALES["smoke"], smoke=True))
-    report, said = write_report(Path("out"), [T2]), list[str]()
-    assert {one.verdict for one in report.judgements} == {"not resolved"}
+    report = write_report(Path("out"), [T2])
+    printed: list[str] = []
+    assert {judgement.verdict for judgement in report.judgements} == {"not resolved"}
     assert "not resolved (a smoke test's numbers mean nothing)" in report.markdown.read_text()
-    commands.report(Path("out"), ["t2"], None, said.append)
-    assert said[0].startswith("not resolved") and "a smoke test's numbers mean nothing" in said[0]
+    commands.report(Path("out"), ["t2"], None, printed.append)
+    assert printed[0].startswith("not resolved") and "a smoke test's numbers mean nothing" in printed[0]
 
 
 def test_real_arms_of_an_experiment_of_ones_own_give_results_and_a_report() -> None:
     """`diloco lab new`, `run`, `report`, with nothing made up: the shortest cut of `diloco lab run --all`."""
-    said: list[str] = []
-    path = commands.new("idea", said.append)
-    own = commands.chosen([str(path)], everything=False)
-    _run(*own, EXPERIMENTS["streaming"], seeds=1)
-    records = [json.loads(one.read_text()) for one in Path("out/results").glob("*.json")]
+    printed: list[str] = []
+    path = commands.write_new_experiment("idea", printed.append)
+    experiments = commands.find_experiments([str(path)], everything=False)
+    _run(*experiments, EXPERIMENTS["streaming"], seeds=1)
+    records = [json.loads(result_path.read_text()) for result_path in Path("out/results").glob("*.json")]
     assert len(records) == 4 + 8 - 1  # two fragments are as many as this model has blocks
     assert all(record["code"] and record["result"]["machine"] and record["result"]["arm"] for record in records)
-    page = write_report(Path("out"), own).html.read_text()
+    page = write_report(Path("out"), experiments).html.read_text()
     assert "the regime is not checked" not in page and "One worker has a perplexity of" in page
     assert ResultFolder(Path("out")).seeds() == [0]
 
@@ -325,32 +326,37 @@ def test_a_line_is_fitted_through_the_logarithms(simulated: list[tuple[str, int]
         return replace(made_up(arm, seed, *rest, **options), curve=((0, 4.0), (arm.steps, loss)))
 
     monkeypatch.setattr(runs, "simulate", simulate)
-    own = EXPERIMENTS["workers_and_h"]
-    _run(own, seeds=1)
-    text = write_report(Path("out"), [own]).markdown.read_text()
+    experiment = EXPERIMENTS["workers_and_h"]
+    _run(experiment, seeds=1)
+    text = write_report(Path("out"), [experiment]).markdown.read_text()
     assert "-1.98% ± 0.00% with each doubling of the workers, +1.01% ± 0.00% with each doubling of H" in text
     assert "explains 100% of the variance" in text
 
 
 def test_both_command_lines_give_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[RunOptions] = []
-    monkeypatch.setattr(commands, "run", lambda *given: asked.append(given[1]))
+    called_with: list[RunOptions] = []
+    monkeypatch.setattr(commands, "run", lambda *arguments: called_with.append(arguments[1]))
     words = ["run", "t2", "--scale", "cpu", "--seeds", "2", "--out", "here", "--seconds", "9", "--how", "sequential"]
     words += ["--save-seconds", "5"]
     assert main(words) == 0
     app(["lab", *words], result_action="return_value")
-    assert asked[0] == asked[1] == RunOptions("cpu", 2, Path("here"), seconds=9.0, how="sequential", save_seconds=5.0)
+    assert (
+        called_with[0]
+        == called_with[1]
+        == RunOptions("cpu", 2, Path("here"), seconds=9.0, how="sequential", save_seconds=5.0)
+    )
 
 
 def test_an_arm_that_takes_long_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten seconds are long, and a step takes two of them."""
-    now, said = [0.0], list[str]()
+    now = [0.0]
+    printed: list[str] = []
     monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
-    teller = runs._Teller("t2: diloco, seed 0", said.append)
+    lines = runs._ProgressLines("t2: diloco, seed 0", printed.append)
     for step in range(1, 13):
         now[0] += 2.0
-        teller(Progress("diloco", 0, "training", step, 100, None))
-    assert said == [
+        lines(Progress("diloco", 0, "training", step, 100, None))
+    assert printed == [
         "t2: diloco, seed 0: step 5 of 100, about 3 min left",
         "t2: diloco, seed 0: step 10 of 100, about 3 min left",
     ]
@@ -371,16 +377,16 @@ def test_the_gpu_is_shared_by_a_service_that_ends_with_the_run(
     control.chmod(0o755)
     monkeypatch.setenv("PATH", str(control.parent), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    monkeypatch.setattr(runs, "_MPS_RUNNING", tmp_path / "not there")
-    said: list[str] = []
-    with runs.gpu_shared(said.append):
+    monkeypatch.setattr(gpu_sharing, "_MPS_RUNNING", tmp_path / "not there")
+    printed: list[str] = []
+    with gpu_sharing.shared_gpu(printed.append):
         folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
     calls = log.read_text().splitlines()
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     if exit_code:
-        assert len(calls) == 1 and folder is None and "take turns on the GPU" in said[0]
+        assert len(calls) == 1 and folder is None and "take turns on the GPU" in printed[0]
     else:
-        assert calls == [f"start {folder}", f"quit {folder}"] and not said
+        assert calls == [f"start {folder}", f"quit {folder}"] and not printed
 
 
 def test_a_service_that_runs_already_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,10 +395,10 @@ def test_a_service_that_runs_already_is_left_alone(tmp_path: Path, monkeypatch: 
     control.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/somewhere")
-    said: list[str] = []
-    with runs.gpu_shared(said.append):
+    printed: list[str] = []
+    with gpu_sharing.shared_gpu(printed.append):
         assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "/somewhere"
-    assert not said
+    assert not printed
 
 
 def test_the_minutes_on_an_h200_are_near_those_that_were_measured() -> None:
@@ -401,8 +407,8 @@ def test_the_minutes_on_an_h200_are_near_those_that_were_measured() -> None:
         scale = scales.SCALES[name]
 
         def seconds(arms: list[Arm], scale: scales.Scale = scale) -> float:
-            tasks = [runs.ArmTask("", "", "", arm, 0, "text") for arm in arms]
-            return runs.seconds_on_an_h200(tasks, scale.vocab_size)
+            arm_tasks = [tasks.ArmTask("", "", "", arm, 0, "text") for arm in arms]
+            return tasks.seconds_on_an_h200(arm_tasks, scale.vocab_size)
 
         one = seconds([scale.diloco()])
         two = seconds([scale.diloco(), scale.diloco(outer={"momentum": 0.5})])

@@ -11,7 +11,7 @@ from diloco.data.corpus import Corpus
 from diloco.lab.arm import Arm, ArmResult
 from diloco.lab.simulation import pretraining
 from diloco.lab.simulation.batches import CorpusTokens
-from diloco.lab.simulation.machines import paces, presence
+from diloco.lab.simulation.machines import pace_table, presence_table
 from diloco.lab.simulation.replicas import ReplicaTask, Sequential, fresh, learning_rates
 from diloco.lab.simulation.simulator import choose, simulate
 from diloco.lab.simulation.stacked import Stacked
@@ -30,11 +30,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def arm(**options: Any) -> Arm:
-    usual: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "model": MODEL, "workers": 3, "steps": 12, "batch_size": 2, "sequence_length": 8, "eval_points": 3,
         "eval_windows": 8, "inner": {"lr": 1e-2, "warmup_steps": 2}, "sync": {"num_inner_steps": 4, "codec": "fp32"},
     }  # fmt: skip
-    return Arm("test", **usual | options)
+    return Arm("test", **defaults | options)
 
 
 def run(corpus: Corpus, how: str = "stacked", **options: Any) -> ArmResult:
@@ -82,17 +82,17 @@ def test_the_inner_optimizers_of_a_stack_have_its_state_as_torch_has_it(corpus: 
     places = torch.arange(4 * 2 * 3).view(4, 2, 3) * 7
     inner = InnerConfig(lr=1e-2, optimizer=optimizer)  # type: ignore[arg-type]
     task = ReplicaTask(config, inner, text, places, learning_rates(inner, 2000, 4, 4000, text.device))
-    both: list[Any] = [kind(task, fresh(config, 0, text.device)) for kind in (Sequential, Stacked)]
-    for replicas in both:
+    by_kind: list[Any] = [kind(task, fresh(config, 0, text.device)) for kind in (Sequential, Stacked)]
+    for replicas in by_kind:
         for _ in range(3):
             replicas.take_step()
-    expected, found = (
-        [replicas.inners[1].state[parameter] for parameter in replicas.models[1].parameters()] for replicas in both
+    expected, stacked = (
+        [replicas.inners[1].state[parameter] for parameter in replicas.models[1].parameters()] for replicas in by_kind
     )
-    for theirs, mine in zip(expected, found, strict=True):
-        assert theirs.keys() == mine.keys()
-        for kind, tensor in theirs.items():
-            torch.testing.assert_close(mine[kind], tensor, rtol=1e-3, atol=1e-6)
+    for torch_state, stacked_state in zip(expected, stacked, strict=True):
+        assert torch_state.keys() == stacked_state.keys()
+        for kind, tensor in torch_state.items():
+            torch.testing.assert_close(stacked_state[kind], tensor, rtol=1e-3, atol=1e-6)
 
 
 def test_results_come_back_from_json_as_they_were(corpus: Corpus) -> None:
@@ -112,9 +112,15 @@ def test_a_shared_beginning_is_trained_once(corpus: Corpus, tmp_path: Path) -> N
     curves = []
     for outer in ({}, {"optimizer": "sgd"}):
         pretraining._KEPT.clear()
-        one = arm(pretraining_steps=5, outer=outer)
+        tested_arm = arm(pretraining_steps=5, outer=outer)
         result = simulate(
-            one, 0, corpus, "cpu", folder=tmp_path, on_progress=lambda told: phases.append(told.phase), how="stacked"
+            tested_arm,
+            0,
+            corpus,
+            "cpu",
+            folder=tmp_path,
+            on_progress=lambda progress: phases.append(progress.phase),
+            how="stacked",
         )
         curves.append(result.curve)
     assert phases.count("pretraining") == 5
@@ -137,9 +143,9 @@ def test_the_way_to_compute_follows_from_the_size_and_the_kind_of_device(
 
 
 def test_two_folders_compute_one_seed_in_one_way_and_give_the_same_bits(corpus: Corpus, tmp_path: Path) -> None:
-    found = [simulate(arm(), 0, corpus, "cpu", folder=tmp_path / name) for name in ("a", "b")]
-    assert [one.how for one in found] == ["stacked 3", "stacked 3"]
-    assert found[0].curve == found[1].curve
+    results = [simulate(arm(), 0, corpus, "cpu", folder=tmp_path / name) for name in ("a", "b")]
+    assert [result.how for result in results] == ["stacked 3", "stacked 3"]
+    assert results[0].curve == results[1].curve
 
 
 # Faults
@@ -149,13 +155,13 @@ def test_an_absent_worker_has_no_part_in_the_mean_and_begins_at_the_anchor(corpu
     alone = run(corpus, workers=1)
     absent = run(corpus, workers=3, absences=((1, 0, 12), (2, 0, 12)))
     assert [loss for _, loss in absent.curve] == pytest.approx([loss for _, loss in alone.curve])
-    assert [one.contributors for one in absent.statistics] == [1, 1, 1]
+    assert [row.contributors for row in absent.statistics] == [1, 1, 1]
     assert absent.tokens == alone.tokens and absent.bytes_sent_per_worker == 0
 
 
 def test_workers_join_by_the_schedule_of_adaptive_compute(corpus: Corpus) -> None:
     result = run(corpus, active_workers=(1, 2, 3))
-    assert [one.contributors for one in result.statistics] == [1, 2, 3]
+    assert [row.contributors for row in result.statistics] == [1, 2, 3]
     assert result.tokens == (1 + 2 + 3) * 4 * 2 * 8
 
 
@@ -169,34 +175,38 @@ def test_a_slow_worker_takes_fewer_steps_or_lets_the_others_wait(corpus: Corpus)
 
 def test_workers_are_away_with_the_probability_and_one_always_stays(corpus: Corpus) -> None:
     many = arm(workers=5, steps=4 * 400, away=0.3)
-    there = presence(many, 0)
-    rounds = there.reshape(400, 4, 5)
+    present = presence_table(many, 0)
+    rounds = present.reshape(400, 4, 5)
     assert (rounds == rounds[:, :1]).all()  # for whole rounds
-    assert there.mean() == pytest.approx(0.7, abs=0.05)
-    assert (there == presence(many, 0)).all() and (there != presence(many, 1)).any()
-    assert (presence(arm(workers=2, steps=400, away=0.99, absences=((0, 40, 400),)), 0).sum(1) == 1).mean() > 0.9
+    assert present.mean() == pytest.approx(0.7, abs=0.05)
+    assert (present == presence_table(many, 0)).all() and (present != presence_table(many, 1)).any()
+    assert (presence_table(arm(workers=2, steps=400, away=0.99, absences=((0, 40, 400),)), 0).sum(1) == 1).mean() > 0.9
     result = run(corpus, away=0.5)
-    assert [one.contributors for one in result.statistics] == presence(result.arm, 0)[::4].sum(1).tolist() != [3, 3, 3]
-    assert result.tokens == presence(result.arm, 0).sum() * 2 * 8
+    assert (
+        [row.contributors for row in result.statistics]
+        == presence_table(result.arm, 0)[::4].sum(1).tolist()
+        != [3, 3, 3]
+    )
+    assert result.tokens == presence_table(result.arm, 0).sum() * 2 * 8
 
 
 def test_rounds_are_slow_with_the_probability(corpus: Corpus) -> None:
     sometimes = {"slow_rounds": (0.4, 0.25)}
-    speeds = paces(arm(**sometimes), 0)
+    speeds = pace_table(arm(**sometimes), 0)
     slow = speeds[::4] < 1
     assert 0 < slow.sum() < slow.size and set(speeds[speeds < 1]) == {0.25}
     waiting, fewer = run(corpus, **sometimes), run(corpus, slow="fewer_steps", **sometimes)
     assert waiting.tokens == 3 * 12 * 2 * 8 and fewer.tokens == (3 * 12 - 3 * slow.sum()) * 2 * 8
     assert waiting.simulated_seconds == pytest.approx(0.1 * 4 * (3 + 3 * slow.any(1).sum()), rel=0.01)
     data_parallel = run(corpus, mode="data_parallel", sync={}, **sometimes)
-    by_step = (paces(data_parallel.arm, 0) < 1).any(1).sum()  # each step waits for the slowest
+    by_step = (pace_table(data_parallel.arm, 0) < 1).any(1).sum()  # each step waits for the slowest
     assert data_parallel.simulated_seconds == pytest.approx(0.1 * (12 + 3 * by_step), rel=0.01)
 
 
 def test_a_dropped_worker_trains_on_and_the_anchor_is_that_of_the_others(corpus: Corpus) -> None:
     result = run(corpus, drop=0.4, steps=40, batch_size=32)
     assert result.rounds_failed > 0
-    assert any(one.contributors < 3 for one in result.statistics)
+    assert any(row.contributors < 3 for row in result.statistics)
     assert result.loss < result.curve[0][1]
 
 
@@ -212,17 +222,17 @@ def test_a_worker_of_its_own_shards_weighs_what_they_have(corpus: Corpus) -> Non
 def test_bytes_are_those_that_the_engine_counts(corpus: Corpus, monkeypatch: Any) -> None:
     from diloco.lab.simulation import simulator
 
-    made = []
+    simulations = []
 
     class Watched(simulator.Workers):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            made.append(self)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            simulations.append(self)
 
     monkeypatch.setattr(simulator, "Workers", Watched)
     sync = {"num_inner_steps": 4, "codec": "e3m0", "fragments": 2, "overlap_steps": 1}
     result = run(corpus, sync=sync)
-    counted = sum(optimizer.bytes_sent for optimizer in made[0].optimizers)
+    counted = sum(optimizer.bytes_sent for optimizer in simulations[0].optimizers)
     assert result.bytes_sent_per_worker * 3 == counted
 
 
@@ -258,7 +268,7 @@ def test_data_parallel_multiplies_batch_and_updates(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"sync": {"H": 3}}, "sync has no H"),
         ({"sync": {"warm_start": 3}}, "pretraining_steps"),
@@ -275,8 +285,8 @@ def test_data_parallel_multiplies_batch_and_updates(corpus: Corpus) -> None:
         ({"slow": "fewer_steps"}, "or slow_rounds"),
     ],
 )
-def test_an_arm_that_cannot_be_is_refused_with_the_reason(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_an_arm_that_cannot_be_is_refused_with_the_reason(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         arm(**options).model_config(64)
 
 

@@ -34,10 +34,10 @@ def arms(scale: Scale) -> Arms:
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
-    made = []
+    published_claims = []
     for lr, momentum in NUMBERS:
         numbers = (lr, momentum)
-        made.append(
+        published_claims.append(
             PublishedClaim(
                 f"Eager updates with {lr} / {momentum} cost at most 3 % over DiLoCo with the same",
                 "+0.02 nats (500M)",
@@ -46,7 +46,7 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
                 expected=math.expm1(0.02),
             )
         )
-        made.append(
+        published_claims.append(
             PublishedClaim(
                 f"Eager updates are better than naive delay with {lr} / {momentum}",
                 "−0.32 nats (500M)",
@@ -55,7 +55,7 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
                 expected=math.expm1(-0.32),
             )
         )
-    return tuple(made)
+    return tuple(published_claims)
 
 
 def figures(scale: Scale) -> tuple[Figure, ...]:

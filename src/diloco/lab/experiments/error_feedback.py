@@ -13,19 +13,19 @@ def _name(codec: str, feedback: bool) -> str:
 
 
 def arms(scale: Scale) -> Arms:
-    made = {"fp32": scale.diloco(outer=AVERAGING)}
+    arms_by_name = {"fp32": scale.diloco(outer=AVERAGING)}
     for codec in ("topk", "2bit"):
         for feedback in (True, False):
             sync = {"codec": codec, "error_feedback": feedback}
-            made[_name(codec, feedback)] = scale.diloco(outer=AVERAGING, sync=sync)
-    return made
+            arms_by_name[_name(codec, feedback)] = scale.diloco(outer=AVERAGING, sync=sync)
+    return arms_by_name
 
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
-    made = []
+    published_claims = []
     for codec in ("topk", "2bit"):
-        made.append(
+        published_claims.append(
             PublishedClaim(
                 f"Error feedback lowers the perplexity with {codec}",
                 "lower",
@@ -33,7 +33,7 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
                 at_most=0.0,
             )
         )
-        made.append(
+        published_claims.append(
             PublishedClaim(
                 f"{codec} with error feedback is within 3 % of fp32",
                 "as good or better",
@@ -41,7 +41,7 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
                 at_most=0.03,
             )
         )
-    return tuple(made)
+    return tuple(published_claims)
 
 
 def figures(scale: Scale) -> tuple[Figure, ...]:

@@ -19,17 +19,17 @@ def _name(side: str, H: int) -> str:
 
 
 def arms(scale: Scale) -> Arms:
-    made: Arms = {}
+    arms_by_name: Arms = {}
     for side, data in ((IID, "iid"), (OTHER, "shards")):
         for H in sorted(_lengths(scale), key=lambda H: H != scale.H):
-            made[_name(side, H)] = scale.diloco(data=data, sync={"num_inner_steps": H})
-    return made | {OTHER_4: scale.diloco(data="shards", workers=4)}
+            arms_by_name[_name(side, H)] = scale.diloco(data=data, sync={"num_inner_steps": H})
+    return arms_by_name | {OTHER_4: scale.diloco(data="shards", workers=4)}
 
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     short, usual, long = _lengths(scale)
     at_usual = _name(OTHER, usual)
-    made = [
+    published_claims = [
         PublishedClaim(
             f"Outer gradients of more inner steps are more alike ({side}, H = {long} against {short})",
             "more alike (Figure 10)",
@@ -39,7 +39,7 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
         )
         for side in (IID, OTHER)
     ]
-    made += [
+    published_claims += [
         PublishedClaim(
             "Outer gradients are more alike with the same text than with different texts",
             "more alike (Figure 10)",
@@ -64,7 +64,7 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
             expected=1.414,
         ),
     ]
-    return tuple(made)
+    return tuple(published_claims)
 
 
 def figures(scale: Scale) -> tuple[Figure, ...]:

@@ -4,16 +4,16 @@ from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
 
-PARTS = (None, 0.0, 1 / 6, 0.5)
+SHARES = (None, 0.0, 1 / 6, 0.5)
 """Shares of all steps; None: the scale's usual number. The paper has 0, 0.14, 0.27 and 0.55."""
 
 
-def _steps(scale: Scale, part: float | None) -> int:
+def _steps(scale: Scale, share: float | None) -> int:
     """Pre-training steps; a whole number of rounds remains."""
-    if part is None:
+    if share is None:
         return scale.pretraining_steps
     total = scale.pretraining_steps + scale.steps
-    return total - min(round(total * (1 - part) / scale.H), total // scale.H) * scale.H
+    return total - min(round(total * (1 - share) / scale.H), total // scale.H) * scale.H
 
 
 def _name(steps: int) -> str:
@@ -22,7 +22,7 @@ def _name(steps: int) -> str:
 
 def arms(scale: Scale) -> Arms:
     total = scale.pretraining_steps + scale.steps
-    counts = [_steps(scale, part) for part in PARTS]
+    counts = [_steps(scale, share) for share in SHARES]
     return {_name(first): scale.diloco(pretraining_steps=first, steps=total - first) for first in counts}
 
 

@@ -15,9 +15,9 @@ SCHEDULES = {
 
 
 def arms(scale: Scale) -> Arms:
-    made = {ALL: scale.diloco()}
-    made |= {name: scale.diloco(active_workers=counts) for name, counts in SCHEDULES.items()}
-    return made | {LOCAL: scale.diloco(workers=1)}
+    arms_by_name = {ALL: scale.diloco()}
+    arms_by_name |= {name: scale.diloco(active_workers=counts) for name, counts in SCHEDULES.items()}
+    return arms_by_name | {LOCAL: scale.diloco(workers=1)}
 
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:

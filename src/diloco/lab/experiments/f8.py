@@ -4,19 +4,22 @@ from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure, Sweep
 from diloco.lab.scales import Scale
 
-PARTS = (0.0, 0.5, 0.3, 0.1)
-LARGEST = {0.1: 0.01, 0.3: 0.02, 0.5: 0.03}
+DROPPED = (0.0, 0.5, 0.3, 0.1)
+LARGEST_COST = {0.1: 0.01, 0.3: 0.02, 0.5: 0.03}
 BY_TOKENS = "50% dropped, weighted by tokens"
 
 
-def _name(part: float) -> str:
-    return f"{part:.0%} dropped"
+def _name(dropped: float) -> str:
+    return f"{dropped:.0%} dropped"
 
 
 def arms(scale: Scale) -> Arms:
     """The paper counts every contribution that arrives alike; a swarm counts it by the steps behind it."""
-    made = {_name(part): scale.diloco(drop=part, missed="uniform") if part else scale.diloco() for part in PARTS}
-    return made | {BY_TOKENS: scale.diloco(drop=0.5)}
+    arms_by_name = {
+        _name(dropped): scale.diloco(drop=dropped, missed="uniform") if dropped else scale.diloco()
+        for dropped in DROPPED
+    }
+    return arms_by_name | {BY_TOKENS: scale.diloco(drop=0.5)}
 
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
@@ -30,20 +33,20 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     published = {0.1: "small", 0.3: "small", 0.5: "+2.1 % (non-i.i.d.)"}
     dropped = tuple(
         PublishedClaim(
-            f"Dropping {part:.0%} of the communication costs at most {most:.0%} of perplexity",
-            published[part],
-            lambda m, p=part: m.change(_name(p), _name(0.0)),  # type: ignore[misc]
-            at_most=most,
-            expected=0.021 if part == 0.5 else None,
+            f"Dropping {share:.0%} of the communication costs at most {limit:.0%} of perplexity",
+            published[share],
+            lambda m, p=share: m.change(_name(p), _name(0.0)),  # type: ignore[misc]
+            at_most=limit,
+            expected=0.021 if share == 0.5 else None,
         )
-        for part, most in LARGEST.items()
+        for share, limit in LARGEST_COST.items()
     )
     return (*dropped, by_tokens)
 
 
 def figures(scale: Scale) -> tuple[Figure, ...]:
     del scale
-    places = {_name(part): 100 * part for part in sorted(PARTS)}
+    places = {_name(dropped): 100 * dropped for dropped in sorted(DROPPED)}
     title = "Figure 8: dropped communication"
     return (Curves(title, (*places, BY_TOKENS)), Sweep(title, "% of contributions dropped", {"DiLoCo": places}))
 

@@ -28,8 +28,8 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
 
 def figures(scale: Scale) -> tuple[Figure, ...]:
     del scale
-    whole = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0, "int4": 4.0}
-    lines = {"fp32, fp16, int8, int4": whole, "bf16": {"bf16": 16.0}, "e3m0": {"e3m0": 4.0}}
+    bits = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0, "int4": 4.0}
+    lines = {"fp32, fp16, int8, int4": bits, "bf16": {"bf16": 16.0}, "e3m0": {"e3m0": 4.0}}
     return (Sweep("Outer gradients in 16, 8 and 4 bits", "bits a value", lines, x_log=True),)
 
 

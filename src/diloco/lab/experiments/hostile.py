@@ -4,7 +4,7 @@ from diloco.lab.claims import PublishedClaim
 from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
-LIAR = (7,)
+HOSTILE = (7,)
 PLAIN = "mean"
 CLIPPED = "clipped"
 
@@ -14,12 +14,12 @@ def _hostile(merge: str) -> str:
 
 
 def arms(scale: Scale) -> Arms:
-    made: Arms = {}
+    arms_by_name: Arms = {}
     for merge in (PLAIN, CLIPPED):
         sync = {} if merge == PLAIN else {"merge": merge}
-        made[_hostile(merge)] = scale.diloco(hostile=LIAR, sync=sync)
-        made[merge] = scale.diloco(sync=sync)
-    return made
+        arms_by_name[_hostile(merge)] = scale.diloco(hostile=HOSTILE, sync=sync)
+        arms_by_name[merge] = scale.diloco(sync=sync)
+    return arms_by_name
 
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:

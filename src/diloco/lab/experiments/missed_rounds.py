@@ -45,86 +45,92 @@ def plan(scale: Scale) -> SweptValues:
     return SweptValues((4, 8, 16), (0.0, 0.1, 0.3, 0.5), (0.5, 0.7, 0.8, 0.9), RULES)
 
 
-def _name(k: int, part: float, momentum: float, rule: MissedRule) -> str:
+def _name(k: int, dropped: float, momentum: float, rule: MissedRule) -> str:
     """Without drops the rule has no effect, and the arm is one for all rules."""
-    missed = f"{part:.0%} dropped, {rule.replace('_', '-')}" if part else "none dropped"
-    return f"k = {k}, momentum {momentum:g}, {missed}"
+    what_is_missed = f"{dropped:.0%} dropped, {rule.replace('_', '-')}" if dropped else "none dropped"
+    return f"k = {k}, momentum {momentum:g}, {what_is_missed}"
 
 
-def _arm(scale: Scale, k: int, part: float, momentum: float, rule: MissedRule) -> Arm:
-    rules = {"missed": rule} if part else {}
-    return scale.diloco(workers=k, drop=part, outer={"momentum": momentum}, **rules)
+def _arm(scale: Scale, k: int, dropped: float, momentum: float, rule: MissedRule) -> Arm:
+    rule_field = {"missed": rule} if dropped else {}
+    return scale.diloco(workers=k, drop=dropped, outer={"momentum": momentum}, **rule_field)
 
 
 def arms(scale: Scale) -> Arms:
-    made: Arms = {}
+    arms_by_name: Arms = {}
     for k in sorted(plan(scale).workers, key=lambda k: k != scale.workers):
-        for part in plan(scale).dropped:
+        for dropped in plan(scale).dropped:
             for momentum in plan(scale).momenta:
                 for rule in plan(scale).rules:
-                    made[_name(k, part, momentum, rule)] = _arm(scale, k, part, momentum, rule)
-    return made
+                    arms_by_name[_name(k, dropped, momentum, rule)] = _arm(scale, k, dropped, momentum, rule)
+    return arms_by_name
 
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     values = plan(scale)
     k = scale.workers if scale.workers in values.workers else max(values.workers)
-    most = max(values.dropped)
+    most_dropped = max(values.dropped)
     low = min(values.momenta)
     high = max(values.momenta)
     middle = values.momenta[-2]
-    made = [
+    published_claims = [
         PublishedClaim(
-            f"With {most:.0%} dropped, k = {k} and momentum {middle:g}, missed rounds cost at most 3 % of perplexity",
+            f"With {most_dropped:.0%} dropped, k = {k} and momentum {middle:g}, missed rounds cost at most 3 % of "
+            "perplexity",
             "+2.1 % (non-i.i.d., momentum 0.9, uniform)",
-            lambda m: m.change(_name(k, most, middle, "token_weighted"), _name(k, 0.0, middle, "token_weighted")),
+            lambda m: m.change(
+                _name(k, most_dropped, middle, "token_weighted"), _name(k, 0.0, middle, "token_weighted")
+            ),
             at_most=0.03,
             expected=0.021,
         ),
         PublishedClaim(
-            f"Weights by tokens are better than uniform ones ({most:.0%} dropped, k = {k}, momentum {high:g})",
+            f"Weights by tokens are better than uniform ones ({most_dropped:.0%} dropped, k = {k}, momentum {high:g})",
             "–",
-            lambda m: m.change(_name(k, most, high, "token_weighted"), _name(k, most, high, "uniform")),
+            lambda m: m.change(_name(k, most_dropped, high, "token_weighted"), _name(k, most_dropped, high, "uniform")),
             at_most=0.0,
         ),
         PublishedClaim(
-            f"Less momentum makes missed rounds cheaper ({low:g} against {high:g}, {most:.0%} dropped, k = {k})",
+            f"Less momentum makes missed rounds cheaper ({low:g} against {high:g}, {most_dropped:.0%} dropped, "
+            f"k = {k})",
             "–",
             lambda m: (
-                m.change(_name(k, most, low, "token_weighted"), _name(k, 0.0, low, "token_weighted"))
-                - m.change(_name(k, most, high, "token_weighted"), _name(k, 0.0, high, "token_weighted"))
+                m.change(_name(k, most_dropped, low, "token_weighted"), _name(k, 0.0, low, "token_weighted"))
+                - m.change(_name(k, most_dropped, high, "token_weighted"), _name(k, 0.0, high, "token_weighted"))
             ),
             at_most=0.0,
         ),
     ]
     if "discarded" in values.rules:
-        made.append(
+        published_claims.append(
             PublishedClaim(
-                f"Work that missed a round is worth keeping ({most:.0%} dropped, k = {k}, momentum {middle:g})",
+                f"Work that missed a round is worth keeping ({most_dropped:.0%} dropped, k = {k}, momentum {middle:g})",
                 "–",
-                lambda m: m.change(_name(k, most, middle, "token_weighted"), _name(k, most, middle, "discarded")),
+                lambda m: m.change(
+                    _name(k, most_dropped, middle, "token_weighted"), _name(k, most_dropped, middle, "discarded")
+                ),
                 at_most=0.0,
             )
         )
-    return tuple(made)
+    return tuple(published_claims)
 
 
 def figures(scale: Scale) -> tuple[Figure, ...]:
     values = plan(scale)
     k = scale.workers if scale.workers in values.workers else max(values.workers)
-    most = max(values.dropped)
+    most_dropped = max(values.dropped)
     by_rule: dict[str, dict[str, float]] = {
-        rule.replace("_", "-"): {_name(k, most, momentum, rule): momentum for momentum in values.momenta}
+        rule.replace("_", "-"): {_name(k, most_dropped, momentum, rule): momentum for momentum in values.momenta}
         for rule in values.rules
     }
     by_rule["none dropped"] = {_name(k, 0.0, momentum, values.rules[0]): momentum for momentum in values.momenta}
     middle = values.momenta[-2]
     by_workers = {
-        f"k = {count}": {_name(count, part, middle, "token_weighted"): 100 * part for part in values.dropped}
+        f"k = {count}": {_name(count, dropped, middle, "token_weighted"): 100 * dropped for dropped in values.dropped}
         for count in values.workers
     }
     return (
-        Sweep(f"{most:.0%} dropped, k = {k}", "outer momentum", by_rule),
+        Sweep(f"{most_dropped:.0%} dropped, k = {k}", "outer momentum", by_rule),
         Sweep(f"Momentum {middle:g}, token-weighted", "% of contributions dropped", by_workers),
     )
 
@@ -151,11 +157,13 @@ def costs(scale: Scale, results: Results, rule: MissedRule) -> list[Cost]:
     values = plan(scale)
     for k in values.workers:
         for momentum in values.momenta:
-            calm = {result.seed: result.loss for result in results.get(_name(k, 0.0, momentum, rule), ())}
-            for part in values.dropped:
-                finished = results.get(_name(k, part, momentum, rule), ()) if part else ()
-                pairs = [(result.loss, calm[result.seed]) for result in finished if result.seed in calm]
-                measured += [Cost(k, part, momentum, loss - without) for loss, without in pairs]
+            undropped_loss = {result.seed: result.loss for result in results.get(_name(k, 0.0, momentum, rule), ())}
+            for dropped in values.dropped:
+                finished = results.get(_name(k, dropped, momentum, rule), ()) if dropped else ()
+                pairs = [
+                    (result.loss, undropped_loss[result.seed]) for result in finished if result.seed in undropped_loss
+                ]
+                measured += [Cost(k, dropped, momentum, loss - undropped) for loss, undropped in pairs]
     return [cost for cost in measured if math.isfinite(cost.nats)]
 
 
@@ -190,15 +198,15 @@ def _law_row(law: PowerLaw, measured: Sequence[Cost]) -> tuple[str, ...]:
 
 
 def _error_at_unseen_k(measured: Sequence[Cost]) -> str:
-    most = max(cost.k for cost in measured)
-    seen = [cost for cost in measured if cost.k < most]
-    unseen = [cost for cost in measured if cost.k == most]
-    law = fit_power_law([cost.place for cost in seen], [cost.nats for cost in seen]) if seen else None
+    largest_k = max(cost.k for cost in measured)
+    known_k = [cost for cost in measured if cost.k < largest_k]
+    largest = [cost for cost in measured if cost.k == largest_k]
+    law = fit_power_law([cost.place for cost in known_k], [cost.nats for cost in known_k]) if known_k else None
     if law is None:
         return "–"
-    predicted = law.predict([cost.place for cost in unseen])
-    square = statistics.mean((cost.nats - float(p)) ** 2 for cost, p in zip(unseen, predicted, strict=True))
-    return f"{math.sqrt(square):.4f}"
+    predicted = law.predict([cost.place for cost in largest])
+    mean_square = statistics.mean((cost.nats - float(p)) ** 2 for cost, p in zip(largest, predicted, strict=True))
+    return f"{math.sqrt(mean_square):.4f}"
 
 
 # The best momentum, and the cosine of the first rounds
@@ -210,10 +218,10 @@ def _best_momentum(scale: Scale, results: Results) -> list[Block]:
     cosines = []
     best = []
     for k in values.workers:
-        for part in values.dropped:
-            for rule in values.rules if part else values.rules[:1]:
-                losses = _losses(results, k, part, rule, values.momenta)
-                cosine = _first_cosine(results.get(_name(k, part, values.momenta[-2], rule), ()))
+        for dropped in values.dropped:
+            for rule in values.rules if dropped else values.rules[:1]:
+                losses = _losses(results, k, dropped, rule, values.momenta)
+                cosine = _first_cosine(results.get(_name(k, dropped, values.momenta[-2], rule), ()))
                 if len(losses) < 3 or cosine is None:
                     continue
                 momentum = 1 - 1 / math.exp(
@@ -221,20 +229,20 @@ def _best_momentum(scale: Scale, results: Results) -> list[Block]:
                 )
                 cosines.append(cosine)
                 best.append(momentum)
-                tried = ", ".join(f"{value:g}: {loss:.4f}" for value, loss in losses.items())
-                described = f"{part:.0%} dropped, {rule.replace('_', '-')}" if part else "none dropped"
-                rows.append((str(k), described, tried, f"{momentum:.2f}", f"{cosine:.3f}"))
+                losses_text = ", ".join(f"{value:g}: {loss:.4f}" for value, loss in losses.items())
+                described = f"{dropped:.0%} dropped, {rule.replace('_', '-')}" if dropped else "none dropped"
+                rows.append((str(k), described, losses_text, f"{momentum:.2f}", f"{cosine:.3f}"))
     if not rows:
         return []
     heads = ("k", "missed rounds", "loss by momentum", "best momentum", f"cosine, first {FIRST_ROUNDS} rounds")
     return [Grid(heads, rows), Paragraph(_prediction(cosines, best))]
 
 
-def _losses(results: Results, k: int, part: float, rule: MissedRule, momenta: Sequence[float]) -> dict[float, float]:
+def _losses(results: Results, k: int, dropped: float, rule: MissedRule, momenta: Sequence[float]) -> dict[float, float]:
     """The mean loss over the seeds for each momentum that was run and did not diverge."""
     means = {}
     for momentum in momenta:
-        losses = [result.loss for result in results.get(_name(k, part, momentum, rule), ())]
+        losses = [result.loss for result in results.get(_name(k, dropped, momentum, rule), ())]
         if losses and all(map(math.isfinite, losses)):
             means[momentum] = statistics.mean(losses)
     return means

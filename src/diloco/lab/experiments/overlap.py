@@ -18,11 +18,11 @@ def _name(steps: int, mixing: float) -> str:
 
 
 def arms(scale: Scale) -> Arms:
-    made = {PLAIN: scale.diloco()}
+    arms_by_name = {PLAIN: scale.diloco()}
     for steps in sorted(_steps(scale), reverse=True):
         for mixing in MIXING:
-            made[_name(steps, mixing)] = scale.diloco(sync={"overlap_steps": steps, "mixing": mixing})
-    return made
+            arms_by_name[_name(steps, mixing)] = scale.diloco(sync={"overlap_steps": steps, "mixing": mixing})
+    return arms_by_name
 
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:

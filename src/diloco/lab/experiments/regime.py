@@ -97,13 +97,13 @@ def tuning(scale: Scale) -> list[Search]:
             BATCH,
             {"lr": INNER_LRS},
             {"lr": scale.data_parallel_lr},
-            lambda v: scale.changed(_both(v["lr"])).data_parallel(),
-            lambda v: _both(v["lr"]),
+            lambda v: scale.changed(_data_parallel_rates(v["lr"])).data_parallel(),
+            lambda v: _data_parallel_rates(v["lr"]),
         )
     ]
 
 
-def _both(lr: float) -> dict[str, float]:
+def _data_parallel_rates(lr: float) -> dict[str, float]:
     return {"pretraining_lr": lr, "data_parallel_lr": lr}
 
 

@@ -48,18 +48,24 @@ def arms(scale: Scale) -> Arms:
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
     del scale
-    better = {LAST: "–", DECAY: "–", WARM: "better (Pier, arXiv 2511.17849)", ALL: "–", MOMENTS: "better (DES-LOC)"}
-    made = [
+    published_by_name = {
+        LAST: "–",
+        DECAY: "–",
+        WARM: "better (Pier, arXiv 2511.17849)",
+        ALL: "–",
+        MOMENTS: "better (DES-LOC)",
+    }
+    better_than_plain = [
         PublishedClaim(
             f"Better than DiLoCo as it is: {name}",
             published,
             lambda m, n=name: m.change(n, PLAIN),  # type: ignore[misc]
             at_most=0.0,
         )
-        for name, published in better.items()
+        for name, published in published_by_name.items()
     ]
     return (
-        *made,
+        *better_than_plain,
         PublishedClaim(
             "Second moments averaged in every 6th round are as good as in every round (0.5 %)",
             "as good (DES-LOC)",

@@ -22,21 +22,21 @@ def _published(fewer: int, more: int) -> str:
 
 
 def _expected(fewer: int, more: int) -> float | None:
-    known = fewer in PUBLISHED and more in PUBLISHED
-    return PUBLISHED[more] / PUBLISHED[fewer] - 1 if known else None
+    both_published = fewer in PUBLISHED and more in PUBLISHED
+    return PUBLISHED[more] / PUBLISHED[fewer] - 1 if both_published else None
 
 
 def arms(scale: Scale) -> Arms:
-    made = {_name(k): scale.diloco(workers=k) if k > 1 else scale.one_worker() for k in scale.replicas}
-    order = sorted(made, key=lambda name: made[name].workers != scale.workers)
-    return {name: made[name] for name in order}
+    arms_by_name = {_name(k): scale.diloco(workers=k) if k > 1 else scale.one_worker() for k in scale.replicas}
+    order = sorted(arms_by_name, key=lambda name: arms_by_name[name].workers != scale.workers)
+    return {name: arms_by_name[name] for name in order}
 
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
-    made = []
+    published_claims = []
     counts = sorted(scale.replicas)
     for fewer, more in pairwise(counts):
-        made.append(
+        published_claims.append(
             PublishedClaim(
                 f"{more} replicas have a lower perplexity than {fewer}",
                 _published(fewer, more),
@@ -46,7 +46,7 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
             )
         )
     if 16 in counts:
-        made.append(
+        published_claims.append(
             PublishedClaim(
                 "Diminishing returns beyond 8: from 8 to 16 replicas gains less than from 4 to 8",
                 "0.40 % against 0.98 %",
@@ -55,7 +55,7 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
                 expected=-0.0098 + 0.0040,
             )
         )
-    return tuple(made)
+    return tuple(published_claims)
 
 
 def figures(scale: Scale) -> tuple[Figure, ...]:

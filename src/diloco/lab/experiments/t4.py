@@ -25,12 +25,12 @@ def _model(scale: Scale, factor: float) -> dict[str, Any]:
 
 
 def arms(scale: Scale) -> Arms:
-    made = {}
+    arms_by_name = {}
     for size, factor in SIZES.items():
         changes: dict[str, Any] = {} if factor == 1.0 else {"model": _model(scale, factor)}
-        made[f"{size}, DiLoCo"] = scale.diloco(**changes)
-        made[f"{size}, one worker"] = scale.one_worker(**changes)
-    return made
+        arms_by_name[f"{size}, DiLoCo"] = scale.diloco(**changes)
+        arms_by_name[f"{size}, one worker"] = scale.one_worker(**changes)
+    return arms_by_name
 
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:

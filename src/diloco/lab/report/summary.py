@@ -10,7 +10,7 @@ from diloco.lab.arm import ArmResult
 from diloco.lab.claims import Judgement, SeedResults, half_width, judge
 from diloco.lab.experiment import Experiment
 from diloco.lab.experiments import t2
-from diloco.lab.results import TUNING_SEED, Finished, ResultFolder, key_of
+from diloco.lab.results import TUNING_SEED, FinishedArm, ResultFolder, key_of
 from diloco.lab.scales import Scale
 
 FURTHEST_APART = 0.15
@@ -23,7 +23,7 @@ class ArmSummary:
     """One arm over its seeds."""
 
     name: str
-    by_seed: Mapping[int, Finished]
+    by_seed: Mapping[int, FinishedArm]
 
     @property
     def results(self) -> list[ArmResult]:
@@ -40,7 +40,10 @@ class ArmSummary:
         return statistics.stdev(values) if len(values) > 1 else None
 
     def change_against(self, reference: "ArmSummary") -> tuple[float, float]:
-        """The relative change of perplexity, seed by seed: its mean, and half of its 95 % interval (inf: one seed)."""
+        """Return the mean of the relative change of perplexity, seed by seed, and half of its 95 % interval.
+
+        Without a common seed the mean is nan; with one the interval is infinite.
+        """
         seeds = sorted(self.by_seed.keys() & reference.by_seed.keys())
         values = [math.expm1(self.by_seed[s].result.loss - reference.by_seed[s].result.loss) for s in seeds]
         return (statistics.mean(values), half_width(values)) if values else (math.nan, math.inf)
@@ -99,7 +102,10 @@ class Window:
 
 
 def windows_of(baselines: Summary | None) -> dict[str, Window]:
-    """The windows between one worker and data parallelism, and between one worker and DiLoCo, where t2 has been run."""
+    """Return two windows by their titles: from one worker to data parallelism, and from one worker to DiLoCo.
+
+    `baselines`: the summary of t2's arms. A window without a common seed of its two arms is left out.
+    """
     losses: dict[str, dict[int, float]] = {}
     for name in (t2.ONE, t2.BATCH, t2.DILOCO):
         arm = baselines.arm(name) if baselines is not None else None
@@ -148,19 +154,16 @@ def _figures(result: ArmResult) -> dict[str, float]:
 
 
 def regime_check(summary: Summary | None) -> str:
-    """Return how far apart one worker and eight times the batch are, in words; `summary` is that of t2's arms.
-
-    An experiment of one's own has them too.
-    """
+    """Say how far apart one worker and eight times the batch are; `summary` is that of t2's arms."""
     one_worker = summary.arm(t2.ONE) if summary is not None else None
     batch = summary.arm(t2.BATCH) if summary is not None else None
     if one_worker is None or batch is None:
         return (
             "The baselines with one and with eight times the batch (t2) have not been run: the regime is not checked."
         )
-    apart = one_worker.perplexity / batch.perplexity - 1
-    verdict = "within" if apart <= FURTHEST_APART else "NOT within"
+    gap = one_worker.perplexity / batch.perplexity - 1
+    verdict = "within" if gap <= FURTHEST_APART else "NOT within"
     return (
         f"One worker has a perplexity of {one_worker.perplexity:.2f}, eight times the batch {batch.perplexity:.2f}: "
-        f"{apart:+.1%}, {verdict} the {FURTHEST_APART:.0%} that this laboratory asks for (the paper: +6.1 %)."
+        f"{gap:+.1%}, {verdict} the {FURTHEST_APART:.0%} that this laboratory asks for (the paper: +6.1 %)."
     )

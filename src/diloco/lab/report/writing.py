@@ -41,7 +41,7 @@ class WrittenReport:
 
 
 def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | None = None) -> WrittenReport:
-    """The report of a folder of `diloco lab run`; `to`: another folder for it."""
+    """Write the report of a folder of `diloco lab run`, into that folder or into `to`."""
     check_installed("lab")
     if find_spec("scipy") is None:
         raise ConfigError(f"a report needs the package scipy, for its tests: {install_hint('lab')}")
@@ -54,14 +54,14 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
         for experiment in experiments
         if experiment.text in setting.texts
     ]
-    summaries, rest = _worth_a_section(summaries)
+    summaries, too_few_arms = _split_off_incomplete(summaries)
     if not summaries:
         raise ConfigError(f"{folder} has no finished arm of these experiments: diloco lab run … --out {folder}")
     digest = setting.texts.get(t2.EXPERIMENT.text)
     baselines = None if digest is None else summarise(t2.EXPERIMENT, scale, results, digest)
     blocks = _head(setting, scale, summaries, regime_check(baselines))
-    if rest:
-        blocks.append(Paragraph(f"Experiments without two finished arms: {', '.join(rest)}."))
+    if too_few_arms:
+        blocks.append(Paragraph(f"Experiments without two finished arms: {', '.join(too_few_arms)}."))
     for summary in summaries:
         blocks += _section(summary, scale, windows_of(baselines))
     blocks += _tuning(results)
@@ -79,22 +79,22 @@ def write_report(folder: Path, experiments: Sequence[Experiment], to: Path | Non
     return WrittenReport(html, markdown, tuple(judgement for summary in summaries for judgement in summary.judgements))
 
 
-def _worth_a_section(summaries: Sequence[Summary]) -> tuple[list[Summary], list[str]]:
-    """The experiments with something to compare, their verdicts corrected; and the names of the others.
+def _split_off_incomplete(summaries: Sequence[Summary]) -> tuple[list[Summary], list[str]]:
+    """Return the experiments with arms to compare, their verdicts corrected; and the names of the others.
 
-    An experiment of one arm is whole with it.
+    An experiment that has one arm only needs no second one.
     """
     compared = [summary for summary in summaries if len(summary.arms) > 1 or (summary.arms and not summary.missing)]
     return _corrected(compared), [summary.experiment.name for summary in summaries if summary not in compared]
 
 
 def _corrected(summaries: Sequence[Summary]) -> list[Summary]:
-    """The same summaries, their verdicts corrected for the number of claims in the whole report."""
+    """Return the summaries with their verdicts corrected for the number of claims in the whole report."""
     judgements = iter(correct([judgement for summary in summaries for judgement in summary.judgements]))
     return [replace(summary, judgements=tuple(next(judgements) for _ in summary.judgements)) for summary in summaries]
 
 
-def _head(setting: Setting, scale: Scale, summaries: list[Summary], apart: str) -> list[Block]:
+def _head(setting: Setting, scale: Scale, summaries: list[Summary], regime_text: str) -> list[Block]:
     finished = [run for summary in summaries for arm in summary.arms for run in arm.by_seed.values()]
     machines = sorted({f"{run.result.machine['device']}, torch {run.result.machine['torch']}" for run in finished})
     codes = sorted({run.code for run in finished})
@@ -117,7 +117,7 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary], apart: str) 
         ),
         Heading(2, "The regime, and how the scale differs from the paper's"),
         Paragraph(PAPER + " Perplexities of different texts and vocabularies cannot be compared: compare changes."),
-        Paragraph(apart),
+        Paragraph(regime_text),
         Heading(2, "Verdicts"),
         Paragraph(
             "; ".join(f"{count} {verdict}" for verdict, count in counts)
@@ -135,7 +135,7 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary], apart: str) 
 
 
 def _verdicts(summaries: Sequence[Summary]) -> Grid:
-    """One row a claim: what an earlier experiment has asked of the same arms is not repeated."""
+    """Make the table of all claims. One that an earlier experiment asks of the same arms is not repeated."""
     judged = [
         (summary.experiment.name, judgement)
         for summary in summaries
@@ -148,7 +148,7 @@ def _verdicts(summaries: Sequence[Summary]) -> Grid:
 
 
 def _without_runs(summaries: Sequence[Summary]) -> list[Block]:
-    """Name the experiments with claims that no seed can judge, because an arm has not been run."""
+    """List the experiments with claims that no seed can judge, because an arm has not been run."""
     counts = {
         summary.experiment.name: sum(not judgement.values for judgement in summary.judgements) for summary in summaries
     }
@@ -159,15 +159,15 @@ def _without_runs(summaries: Sequence[Summary]) -> list[Block]:
 def _tuning(results: ResultFolder) -> list[Block]:
     """Show what every search tried, the best first, and whether its walk was finished."""
     rows = []
-    searches = results.tuned()
+    searches = results.searches()
     baselines = [search.tried[0]["loss"] for name, search in searches.items() if name.endswith(regime.BATCH)]
     for name, search in searches.items():
-        tried = "; ".join(_place(place) for place in search.tried)
-        left = search.unmeasured_neighbours
-        ends = [f"{left} neighbours of the best not measured"] if left else []
-        ends += [f"{edge} ends its ladder" for edge in search.at_the_end_of_its_ladder]
+        places_text = "; ".join(_describe_place(place) for place in search.tried)
+        unmeasured = search.unmeasured_neighbours
+        remarks = [f"{unmeasured} neighbours of the best not measured"] if unmeasured else []
+        remarks += [f"{edge} ends its ladder" for edge in search.at_the_end_of_its_ladder]
         change = f"{math.expm1(search.tried[0]['loss'] - min(baselines)):+.1%}" if baselines else ""
-        rows.append((name, tried, "; ".join(ends) or "no better neighbour", change))
+        rows.append((name, places_text, "; ".join(remarks) or "no better neighbour", change))
     if not rows:
         return []
     return [
@@ -177,7 +177,7 @@ def _tuning(results: ResultFolder) -> list[Block]:
     ]
 
 
-def _place(place: Mapping[str, float]) -> str:
+def _describe_place(place: Mapping[str, float]) -> str:
     values = [f"{name} {value:g}" for name, value in place.items() if name != "loss"]
     return f"{', '.join(values)}: {place['loss']:.4f}"
 
@@ -257,7 +257,7 @@ def _with_interval(mean: float, half: float) -> str:
 
 
 def _share(values: Sequence[float]) -> str:
-    """Mean and half of the 95 % interval over the seeds."""
+    """Write the mean and half of the 95 % interval over the seeds."""
     if not values:
         return ""
     half = half_width(values)
@@ -277,7 +277,7 @@ _PERPLEXITY = "validation perplexity"
 
 
 def panel_of(figure: Figure, summary: Summary) -> Panel | None:
-    """None if no arm of it has been run."""
+    """Make the panel of a figure; None if none of its arms has been run."""
     if isinstance(figure, Sweep):
         return _sweep(figure, summary)
     arms = [arm for arm in summary.arms if not figure.arms or arm.name in figure.arms]
@@ -289,30 +289,36 @@ def panel_of(figure: Figure, summary: Summary) -> Panel | None:
 
 
 def _curves(figure: Curves, arms: list[ArmSummary]) -> Panel:
-    """Perplexity over the steps, without the first tenth, which would flatten the rest."""
+    """Draw the perplexity over the steps, without the first tenth, whose height would flatten the rest."""
     series = []
     for arm in arms:
         points = arm.curve()
-        begins = arm.results[0].arm.pretraining_steps
+        pretraining_steps = arm.results[0].arm.pretraining_steps
         multiplier = arm.results[0].arm.updates_multiplier
         last = points[-1][0]
-        shown = [point for point in points if point[0] >= 0.1 * last]
-        x = [begins + step / multiplier for step, *_ in shown]
+        later_points = [point for point in points if point[0] >= 0.1 * last]
+        x = [pretraining_steps + step / multiplier for step, *_ in later_points]
         series.append(
-            Series(arm.name, x, [m for _, m, _, _ in shown], [a for *_, a, _ in shown], [b for *_, b in shown])
+            Series(
+                arm.name,
+                x,
+                [m for _, m, _, _ in later_points],
+                [a for *_, a, _ in later_points],
+                [b for *_, b in later_points],
+            )
         )
-    return Panel(figure.title or "The curves", "step, pre-training included", _PERPLEXITY, series)
+    return Panel(figure.title, "step, pre-training included", _PERPLEXITY, series)
 
 
 def _similarity(figure: Similarity, arms: list[ArmSummary]) -> Panel:
     series = []
     for arm in arms:
-        rows = arm.similarity()
-        mean = [c for _, c, _ in rows]
-        spread = [s for *_, s in rows]
+        points = arm.similarity()
+        mean = [c for _, c, _ in points]
+        spread = [s for *_, s in points]
         low = [c - s for c, s in zip(mean, spread, strict=True)]
         high = [c + s for c, s in zip(mean, spread, strict=True)]
-        series.append(Series(arm.name, [step for step, *_ in rows], mean, low, high))
+        series.append(Series(arm.name, [step for step, *_ in points], mean, low, high))
     return Panel(figure.title, "step after pre-training", "cosine of outer gradients", series)
 
 
@@ -337,7 +343,7 @@ def _sweep(figure: Sweep, summary: Summary) -> Panel | None:
 
 
 def _change(arm: ArmSummary, reference: ArmSummary) -> tuple[float, float, float]:
-    """The change of perplexity in per cent, and the ends of its 95 % interval."""
+    """Return the change of perplexity in per cent, and the ends of its 95 % interval."""
     mean, half = arm.change_against(reference)
     half = 0.0 if math.isinf(half) else half
     return 100 * mean, 100 * (mean - half), 100 * (mean + half)

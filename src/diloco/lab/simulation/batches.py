@@ -37,18 +37,19 @@ class CorpusTokens:
         self._validation = corpus.validation()
 
     def ranges(self, arm: Arm, worker: int) -> Ranges:
-        """Return what a worker reads: everything, or its own shards; with more workers than shards, some share one."""
+        """Return the ranges that a worker reads: everything, or its own shards. With more workers than shards some
+        share one."""
         if arm.data == "iid" or worker == PRETRAINING:
             return [(0, self.shards[-1][1])]
         count = len(self.shards)
         return self.shards[worker :: arm.workers] if arm.workers <= count else [self.shards[worker % count]]
 
     def weight(self, arm: Arm, worker: int) -> float:
-        """Weight of a worker's contributions: 1, or the tokens that it reads."""
+        """Return the weight of a worker's contributions: 1, or the tokens that it reads."""
         return 1.0 if arm.data == "iid" else float(sum(stop - start for start, stop in self.ranges(arm, worker)))
 
     def windows(self, ranges: Ranges, steps: int, size: int, length: int, seed: Sequence[int]) -> NDArray[np.int64]:
-        """Return where the windows of length + 1 tokens begin: [steps, size]."""
+        """Draw the first tokens of windows of length + 1 tokens: [steps, size]."""
         usable = [(start, stop - length - 1) for start, stop in ranges if stop - start > length + 1]
         if not usable:
             raise DataError(f"no shard of this worker has more than {length + 1} tokens: prepare more text")
@@ -56,26 +57,26 @@ class CorpusTokens:
         ends = np.cumsum([stop - start for start, stop in usable])
         places = np.random.default_rng(list(seed)).integers(0, ends[-1], (steps, size))
         shard = np.searchsorted(ends, places, side="right")
-        begins: NDArray[np.int64] = places - np.concatenate([[0], ends[:-1]])[shard] + starts[shard]
-        return begins
+        first_tokens: NDArray[np.int64] = places - np.concatenate([[0], ends[:-1]])[shard] + starts[shard]
+        return first_tokens
 
     def batch(self, places: Tensor, length: int) -> Tensor:
-        """The windows that begin there: int64 […, length + 1]."""
+        """Return the windows whose first tokens are at `places`: int64 […, length + 1]."""
         return self.tokens[places[..., None] + torch.arange(length + 1, device=self.device)].long()
 
     def validation(self, windows: int, length: int) -> Tensor:
-        """Validation windows at even distances: [rows, length + 1]."""
+        """Return validation windows at even distances: [rows, length + 1]."""
         rows = min(windows, (len(self._validation) - 1) // length)
         if rows < 1:
             raise DataError(f"the validation text has {len(self._validation)} tokens, a window {length + 1}")
-        apart = (len(self._validation) - 1 - length) // max(1, rows - 1) if rows > 1 else 0
-        cut = np.arange(rows)[:, None] * apart + np.arange(length + 1)
-        return torch.from_numpy(self._validation[cut].astype(np.int64)).to(self.device)
+        distance = (len(self._validation) - 1 - length) // max(1, rows - 1) if rows > 1 else 0
+        positions = np.arange(rows)[:, None] * distance + np.arange(length + 1)
+        return torch.from_numpy(self._validation[positions].astype(np.int64)).to(self.device)
 
 
 @lru_cache(maxsize=2)
 def _tokens(folder: str, digest: str, device: str) -> Tensor:
-    """The corpus's tokens on the device, kept for all arms of a process."""
+    """Load the corpus's tokens to the device, once for all arms of a process."""
     del digest  # part of the key: a folder that was prepared anew is read anew
     corpus = Corpus.open(Path(folder))
     shards = [np.asarray(corpus.shard(index)).astype(np.int32) for index in range(corpus.shards)]

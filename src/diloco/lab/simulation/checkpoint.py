@@ -1,9 +1,9 @@
 """The checkpoint of an arm in progress: one file, from which the same command goes on.
 
-    checkpoints/KEY.safetensors    tensors of replicas and workers; as metadata their numbers, and what the file fits
+    checkpoints/KEY.safetensors    tensors of replicas and workers; as metadata their numbers, and the run's identity
 
 It has everything that a step changes, rounds in flight included: on a CPU the arm goes on bit for bit. A file of
-another arm, way to compute, torch or code is told and not used: no result is of two versions of the code.
+another arm, way to compute, torch or code is reported and not used: no result is of two versions of the code.
 """
 
 import json
@@ -36,27 +36,27 @@ class Interrupted(Exception):
 
 @final
 @dataclass(frozen=True)
-class State:
+class ArmState:
     """Everything that a step changes."""
 
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, Any]
     """What JSON can hold."""
 
-    def under(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names begin so, by what follows."""
+    def with_prefix(self, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors whose names begin with `prefix`, by the rest of their names."""
         return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
 
-def fitting(arm: Arm, seed: int, corpus: str, how: str, device: torch.device) -> dict[str, str]:
-    """Return what a checkpoint must have in its metadata to be one of this run."""
+def run_identity(arm: Arm, seed: int, corpus: str, how: str, device: torch.device) -> dict[str, str]:
+    """Return the metadata that a checkpoint must have to be one of this run."""
     versions = {"torch": torch.__version__, "code": code_version()}
     return {"arm": arm.key(), "seed": str(seed), "text": corpus, "way": how, "device": device.type} | versions
 
 
 @final
-class Saving:
-    """The file in which an arm in progress is saved, and when: every so many seconds, and when it is to stop."""
+class ArmCheckpoint:
+    """The file in which an arm in progress is saved, and when: every `seconds`, and when `stop` says so."""
 
     def __init__(self, path: Path, seconds: float = SAVE_SECONDS, stop: Callable[[], bool] = lambda: False) -> None:
         self.path = path
@@ -69,10 +69,10 @@ class Saving:
     def due(self) -> bool:
         return self.stop() or time.monotonic() >= self._next
 
-    def write(self, state: State, fits: Mapping[str, str]) -> None:
-        """Replace the file; one that cannot be written is told, and the arm goes on."""
+    def write(self, state: ArmState, identity: Mapping[str, str]) -> None:
+        """Replace the file. If it cannot be written, that is logged, and the arm goes on."""
         started = time.monotonic()
-        metadata = {**fits, "numbers": json.dumps(state.numbers)}
+        metadata = {**identity, "numbers": json.dumps(state.numbers)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replace_file(self.path) as file:
@@ -83,18 +83,18 @@ class Saving:
         ended = time.monotonic()
         self._next = ended + max(self._seconds, (ended - started) / _SHARE_OF_TIME)
 
-    def read(self, fits: Mapping[str, str]) -> State | None:
-        """Return what was saved of this very run, in main memory; None if there is nothing to go on from."""
+    def read(self, identity: Mapping[str, str]) -> ArmState | None:
+        """Read the state of this very run into main memory; None if there is none."""
         if not self.path.exists():
             return None
         try:
             with safe_open(self.path, "pt") as file:
                 metadata = file.metadata() or {}
-                if other := [name for name in fits if metadata.get(name) != fits[name]]:
-                    logger.warning("%s is of another %s: the arm begins anew", self.path, " and ".join(other))
+                if differing := [name for name in identity if metadata.get(name) != identity[name]]:
+                    logger.warning("%s is of another %s: the arm begins anew", self.path, " and ".join(differing))
                     return None
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                return State(tensors, json.loads(metadata["numbers"]))
+                return ArmState(tensors, json.loads(metadata["numbers"]))
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             logger.warning("%s cannot be read (%s): the arm begins anew", self.path, error)
             return None

@@ -33,7 +33,10 @@ def beginning(
     arm: Arm, config: ModelConfig, seed: int, text: CorpusTokens, corpus_digest: str, build: Build, folder: Path | None,
     how: str, on_step: Callable[[int], None],
 ) -> Beginning:  # fmt: skip
-    """Return where the replicas of this arm and seed begin; `how` says in which way `build` computes them."""
+    """Return the beginning of the replicas of this arm and seed, from memory, the lab folder or a training of its own.
+
+    `how`: the way in which `build` computes replicas.
+    """
     if not arm.pretraining_steps:
         return fresh(config, seed, text.device)
     size = arm.pretraining_batch_size or arm.batch_size
@@ -43,7 +46,7 @@ def beginning(
     if key in _KEPT:
         return _KEPT[key]
     path = None if folder is None else folder / "beginnings" / f"{key}.safetensors"
-    with _alone(path):  # each process has its own rounding: all arms of a seed begin from one and the same
+    with _locked(path):  # each process rounds differently, and all arms of a seed must have the same beginning
         if path is not None and path.exists():
             start = _load(path, text.device)
         else:
@@ -54,7 +57,7 @@ def beginning(
             task = ReplicaTask(
                 config, arm.pretraining_config, text, torch.from_numpy(places)[:, None].to(text.device), rates
             )
-            start = _pretrained(build(task, fresh(config, seed, text.device)), arm.pretraining_steps, on_step)
+            start = _pretrain(build(task, fresh(config, seed, text.device)), arm.pretraining_steps, on_step)
             if path is not None:
                 _save(path, start)
     while len(_KEPT) >= _MOST_KEPT:
@@ -63,16 +66,17 @@ def beginning(
     return start
 
 
-def _pretrained(replicas: Replicas, steps: int, on_step: Callable[[int], None]) -> Beginning:
+def _pretrain(replicas: Replicas, steps: int, on_step: Callable[[int], None]) -> Beginning:
     for step in range(steps):
         replicas.take_step()
         on_step(step + 1)
-    return replicas.saved()
+    return replicas.as_beginning()
 
 
 @contextmanager
-def _alone(path: Path | None) -> Iterator[None]:
-    """One process computes a beginning, and the others wait for its file; the system ends the lock with its holder."""
+def _locked(path: Path | None) -> Iterator[None]:
+    """Let one process compute a beginning while others wait for its file. The system releases the lock of a process
+    that dies."""
     if path is None:
         yield
         return

@@ -22,7 +22,8 @@ from diloco.training.inner import inner_optimizer, learning_rate_schedule
 
 @dataclass(frozen=True)
 class Beginning:
-    """The start of replicas: parameters by name, and the inner optimizer's state by its own names and by parameter."""
+    """The state that all replicas start from: parameters by name, and the inner optimizer's state by its own names and
+    by parameter."""
 
     parameters: Mapping[str, Tensor]
     state: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -33,13 +34,13 @@ class Beginning:
 
 @dataclass(frozen=True)
 class ReplicaTask:
-    """The work of the replicas: the same numbers for every way to compute them."""
+    """The model, the batches and the learning rates of the replicas, whichever way they are computed."""
 
     config: ModelConfig
     inner: InnerConfig
     text: CorpusTokens
     places: Tensor
-    """Where the windows begin: [steps, k, B], int64, on the device."""
+    """The first tokens of the windows: [steps, k, B], int64, on the device."""
     rates: Tensor
     """The learning rate of each step, [steps], on the device."""
     masked: bool = False
@@ -55,14 +56,14 @@ class ReplicaTask:
 
 
 def learning_rates(config: InnerConfig, first: int, count: int, total: int, device: torch.device) -> Tensor:
-    """Learning rates of steps `first` to `first + count` of a schedule over `total` steps."""
+    """Compute the learning rates of steps `first` to `first + count` of a schedule over `total` steps."""
     schedule = learning_rate_schedule(torch.optim.SGD([torch.zeros(1)], lr=config.lr), config, total)
     [factor] = schedule.lr_lambdas
     return torch.tensor([config.lr * factor(first + step) for step in range(count)], device=device)
 
 
 class Replicas(ABC):
-    """`models[i]` and `inners[i]` are what DiLoCo is built with for worker i."""
+    """k replicas of a model: the DiLoCo optimizer of worker i is built with `models[i]` and `inners[i]`."""
 
     models: list[nn.Module]
     inners: list[torch.optim.Optimizer]
@@ -72,19 +73,20 @@ class Replicas(ABC):
 
     @abstractmethod
     def take_step(self, active: Sequence[bool] | None = None) -> None:
-        """The next inner step of all replicas, or of the active ones; the others stay as they are."""
+        """Take the next inner step of all replicas, or of the active ones; the others stay as they are."""
 
     @abstractmethod
     def memory(self) -> dict[str, Tensor]:
-        """All tensors that a step changes, as they are, by name."""
+        """Return all tensors that a step changes, by name, without copying them."""
 
     @abstractmethod
     def load(self, saved: Mapping[str, Tensor], steps: int) -> None:
-        """Go on after so many steps, with what `memory` was then; models and inner optimizers stay the same objects."""
+        """Go on after `steps` steps, with the contents that `memory` had then. Models and inner optimizers stay the
+        same objects."""
 
     @abstractmethod
-    def saved(self) -> Beginning:
-        """Replica 0 with its inner optimizer's state, copied."""
+    def as_beginning(self) -> Beginning:
+        """Return a copy of replica 0 and its inner optimizer's state."""
 
 
 class Sequential(Replicas):
@@ -94,7 +96,7 @@ class Sequential(Replicas):
         self.task = task
         self.how = "sequential"
         self._step = 0
-        self._before = beginning.steps
+        self._steps_before = beginning.steps
         device = task.places.device
         self._precision = Precision("auto", device, ALONE)
         self.losses = torch.zeros(task.places.shape[:2], device=device)
@@ -153,12 +155,12 @@ class Sequential(Replicas):
             kinds = {label.split("/")[1] for label in saved if label.startswith(f"{worker}/")} - {"parameters"}
             for name, parameter in model.named_parameters():
                 parameter.detach().copy_(saved[f"{worker}/parameters/{name}"])
-                labels = {kind: f"{worker}/{kind}/{name}" for kind in kinds}
-                mine = {kind: saved[label] for kind, label in labels.items() if label in saved}
-                inner.state[parameter] = {kind: value.to(parameter.device) for kind, value in mine.items()}
+                label_by_kind = {kind: f"{worker}/{kind}/{name}" for kind in kinds}
+                saved_by_kind = {kind: saved[label] for kind, label in label_by_kind.items() if label in saved}
+                inner.state[parameter] = {kind: value.to(parameter.device) for kind, value in saved_by_kind.items()}
         self._step = steps
 
-    def saved(self) -> Beginning:
+    def as_beginning(self) -> Beginning:
         model = self.models[0]
         inner = self.inners[0]
         parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -167,13 +169,13 @@ class Sequential(Replicas):
             for kind, tensor in inner.state.get(parameter, {}).items():
                 if kind != "step":
                     state.setdefault(kind, {})[name] = tensor.clone()
-        return Beginning(parameters, state, self._before + self._step)
+        return Beginning(parameters, state, self._steps_before + self._step)
 
 
 def fresh(config: ModelConfig, seed: int, device: torch.device) -> Beginning:
-    """Random weights."""
-    generator = torch.get_rng_state()
+    """Draw random weights from the seed, and leave torch's generator as it was."""
+    generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = NativeModel(config)
-    torch.set_rng_state(generator)
+    torch.set_rng_state(generator_state)
     return Beginning({name: parameter.detach().to(device) for name, parameter in model.named_parameters()})

@@ -1,7 +1,7 @@
 """One arm with one seed: k workers on one device, with the very core, schedule, codecs and outer optimizers of a swarm.
 
 The workers are taken in turn in one process over the local engine: an inner step of all (replicas.py), then `post` for
-all, then `merge` for all. The curve is that of the outer parameters. An arm is saved on the way if it is told where
+all, then `merge` for all. The curve is that of the outer parameters. An arm with a checkpoint is saved on the way
 (checkpoint.py); one that is interrupted in the shared beginning begins that again (pretraining.py).
 """
 
@@ -23,8 +23,8 @@ from diloco.engines.worker_ranks import ALONE
 from diloco.errors import ConfigError
 from diloco.lab.arm import Arm, ArmResult, Progress
 from diloco.lab.simulation.batches import CorpusTokens
-from diloco.lab.simulation.checkpoint import Interrupted, Saving, State, fitting
-from diloco.lab.simulation.machines import Clock, paces, round_bytes, working
+from diloco.lab.simulation.checkpoint import ArmCheckpoint, ArmState, Interrupted, run_identity
+from diloco.lab.simulation.machines import Clock, pace_table, round_bytes, work_table
 from diloco.lab.simulation.pretraining import beginning
 from diloco.lab.simulation.replicas import Beginning, Replicas, ReplicaTask, Sequential, learning_rates
 from diloco.lab.simulation.stacked import Stacked
@@ -45,14 +45,15 @@ def simulate(
     folder: Path | None = None,
     on_progress: OnProgress | None = None,
     how: str = "auto",
-    saving: Saving | None = None,
+    checkpoint: ArmCheckpoint | None = None,
 ) -> ArmResult:
-    """Train the arm and measure it. `folder`: the lab folder, which keeps what the next process needs as well.
+    """Train the arm and measure it.
 
+    `folder`: the lab folder, in which the shared beginning is kept for other processes.
     `how`: how the replicas are computed (`build`): auto, sequential, stacked or "stacked N".
-    `saving`: where and when to save the arm in progress; it goes on from what was saved there.
+    `checkpoint`: where and when to save the arm in progress; it goes on from what was saved there.
     """
-    run = _Simulation(arm, seed, corpus, torch.device(device), on_progress, how, folder, saving)
+    run = _Simulation(arm, seed, corpus, torch.device(device), on_progress, how, folder, checkpoint)
     with _fast_matrices(run.device):
         run.begin()
         run.train()
@@ -60,6 +61,8 @@ def simulate(
 
 
 class _Simulation:
+    """One call of `simulate`: `begin`, `train`, then `result`."""
+
     def __init__(
         self,
         arm: Arm,
@@ -69,10 +72,10 @@ class _Simulation:
         on_progress: OnProgress | None,
         how: str,
         folder: Path | None,
-        saving: Saving | None,
+        checkpoint: ArmCheckpoint | None,
     ) -> None:
         self.folder = folder
-        self.saving = saving
+        self.checkpoint = checkpoint
         self.first_step = 0
         """Steps that an earlier process has taken."""
         self.arm = arm
@@ -83,7 +86,7 @@ class _Simulation:
         self.config = arm.model_config(corpus.vocab_size)
         self.text = CorpusTokens(corpus, device)
         self.validation = self.text.validation(arm.eval_windows, arm.sequence_length)
-        self.clock = Clock(arm, paces(arm, seed))
+        self.clock = Clock(arm, pace_table(arm, seed))
         self.curve: list[tuple[int, float]] = []
         self.workers: Workers | None = None
         self.evaluation_seconds = 0.0
@@ -102,40 +105,43 @@ class _Simulation:
             self._build,
             self.folder,
             self.how,
-            self._pretrained,
+            self._report_pretraining,
         )
         self.started = time.monotonic()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.replicas = self._build(self._task(), start)
+        self.replicas = self._build(self._replica_task(), start)
         if self.arm.mode == "diloco":
             self.workers = Workers(self.arm, self.seed, self.replicas, self.text, self.clock)
-        if self.saving is not None:
-            self.fits = fitting(self.arm, self.seed, self.corpus.digest, self.replicas.how, self.device)
-            if (saved := self.saving.read(self.fits)) is not None:
+        if self.checkpoint is not None:
+            self.identity = run_identity(self.arm, self.seed, self.corpus.digest, self.replicas.how, self.device)
+            saved = self.checkpoint.read(self.identity)
+            if saved is not None:
                 self._load(saved)
-                self.saving.resumed_at = self.first_step
+                self.checkpoint.resumed_at = self.first_step
 
     def _build(self, task: ReplicaTask, start: Beginning) -> Replicas:
         return build(task, start, self.how)
 
-    def _pretrained(self, step: int) -> None:
-        self._tell("pretraining", step, self.arm.pretraining_steps)
-        if self.saving is not None and self.saving.stop():
+    def _report_pretraining(self, step: int) -> None:
+        self._report("pretraining", step, self.arm.pretraining_steps)
+        if self.checkpoint is not None and self.checkpoint.stop():
             raise Interrupted
 
-    def _task(self) -> ReplicaTask:
-        """Each worker's windows; data-parallel, those of all workers are one batch."""
+    def _replica_task(self) -> ReplicaTask:
+        """Draw each worker's windows. A data-parallel arm has one replica, whose batch has those of all workers."""
         arm = self.arm
         steps = arm.steps * arm.updates_multiplier
         size = arm.batch_size * arm.batch_multiplier
-        drawn = [
+        windows_by_worker = [
             self.text.windows(self.text.ranges(arm, worker), steps, size, arm.sequence_length, (self.seed, worker))
             for worker in range(arm.workers)
         ]
-        places = np.stack(drawn, 1) if arm.mode == "diloco" else np.concatenate(drawn, 1)[:, None]
+        places = (
+            np.stack(windows_by_worker, 1) if arm.mode == "diloco" else np.concatenate(windows_by_worker, 1)[:, None]
+        )
         rates = learning_rates(arm.inner_config, arm.pretraining_steps, steps, arm.total_steps, self.device)
-        masked = not working(arm, self.seed).all()
+        masked = not work_table(arm, self.seed).all()
         on_device = torch.from_numpy(places).to(self.device)
         return ReplicaTask(self.config, arm.inner_config, self.text, on_device, rates, masked=bool(masked))
 
@@ -159,60 +165,63 @@ class _Simulation:
             if step in due:
                 self._evaluate(step)
             if step == self._timed_from(steps):
-                self._wait()
+                self._synchronize()
                 self.timed = time.monotonic()
                 self.evaluation_seconds = 0.0
-            self._tell("training", step, steps)
-            if self.saving is not None and step < steps and self.saving.due():
-                self._save(step, self.saving)
+            self._report("training", step, steps)
+            if self.checkpoint is not None and step < steps and self.checkpoint.due():
+                self._save(step, self.checkpoint)
 
     def _timed_from(self, steps: int) -> int:
-        """The speed is that of the steps after this process's first round, in which the step was compiled."""
+        """Return the step after which speed is measured: the end of this process's first round, in which the step was
+        compiled."""
         first_round = self.arm.sync_config.num_inner_steps if self.workers is not None else 10
         return self.first_step + min(first_round, (steps - self.first_step + 1) // 2)
 
-    def _save(self, step: int, saving: Saving) -> None:
-        self._wait()
+    def _save(self, step: int, checkpoint: ArmCheckpoint) -> None:
+        self._synchronize()
         tensors = {f"replicas/{name}": tensor for name, tensor in self.replicas.memory().items()}
         seconds = time.monotonic() - self.started
         numbers = {"step": step, "seconds": seconds, "curve": self.curve, "clock": self.clock.saved()}
         if self.workers is not None:
             state = self.workers.saved()
             if state is None:
-                return  # after the next step, perhaps
+                return  # the next step tries again
             tensors |= {f"workers/{name}": tensor for name, tensor in state.tensors.items()}
             numbers |= state.numbers
-        saving.write(State(tensors, numbers), self.fits)
-        if saving.stop():
+        checkpoint.write(ArmState(tensors, numbers), self.identity)
+        if checkpoint.stop():
             raise Interrupted
 
-    def _load(self, saved: State) -> None:
+    def _load(self, saved: ArmState) -> None:
         numbers = saved.numbers
         self.first_step = numbers["step"]
         self.started = time.monotonic() - numbers["seconds"]
         self.curve = [(step, loss) for step, loss in numbers["curve"]]
         self.clock.load(numbers["clock"])
-        self.replicas.load(saved.under("replicas/"), self.first_step)
+        self.replicas.load(saved.with_prefix("replicas/"), self.first_step)
         if self.workers is not None:
-            self.workers.load(State(saved.under("workers/"), numbers), self.first_step)
+            self.workers.load(ArmState(saved.with_prefix("workers/"), numbers), self.first_step)
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _evaluation_steps(self, steps: int) -> set[int]:
-        """Return the steps to evaluate at: at rounds, so that the outer parameters are new."""
+        """Return the steps to evaluate at: ends of rounds, where the outer parameters are new."""
         H = self.arm.sync_config.num_inner_steps if self.workers is not None else 1
-        apart = steps / self.arm.eval_points
-        return {min(steps, max(1, round(apart * point / H)) * H) for point in range(1, self.arm.eval_points)} | {steps}
+        distance = steps / self.arm.eval_points
+        return {min(steps, max(1, round(distance * point / H)) * H) for point in range(1, self.arm.eval_points)} | {
+            steps
+        }
 
     def _evaluate(self, step: int) -> None:
-        self._wait()
+        self._synchronize()
         started = time.monotonic()
         if self.workers is None:
             loss = self._loss(self.replicas.models[0])
         else:
-            source = self.workers.newest()
+            source = self.workers.most_advanced()
             with self.workers.optimizers[source].outer_parameters():
                 loss = self._loss(self.replicas.models[source])
         self.curve.append((step, loss))
@@ -230,7 +239,7 @@ class _Simulation:
     def _gradient_bytes(self) -> int:
         return max(_gradient_bytes(self.config.num_parameters(), self.arm))
 
-    def _tell(self, phase: str, step: int, steps: int) -> None:
+    def _report(self, phase: str, step: int, steps: int) -> None:
         if self._on_progress is not None:
             loss = self.curve[-1][1] if self.curve else None
             self._on_progress(Progress(self.arm.name, self.seed, phase, step, steps, loss))  # type: ignore[arg-type]
@@ -240,11 +249,11 @@ class _Simulation:
     def result(self) -> ArmResult:
         arm = self.arm
         workers = self.workers
-        self._wait()
+        self._synchronize()
         ended = time.monotonic()
         steps = arm.steps * arm.updates_multiplier
         timed = max(1, steps - self._timed_from(steps))
-        size = self.replicas.losses.shape[1]
+        num_replicas = self.replicas.losses.shape[1]
         data_parallel = float(np.mean(_gradient_bytes(self.config.num_parameters(), arm)))
         last = self.replicas.losses[-max(1, steps // 10) :]
         return ArmResult(
@@ -262,19 +271,21 @@ class _Simulation:
             tokens=self._tokens(),
             parameters=self.config.num_parameters(),
             seconds=ended - self.started,
-            replica_step_seconds=(ended - self.timed - self.evaluation_seconds) / (timed * size),
+            replica_step_seconds=(ended - self.timed - self.evaluation_seconds) / (timed * num_replicas),
             memory_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
             how=self.replicas.how,
             corpus=self.corpus.digest,
             version=__version__,
             machine=machine(self.device),
-            anchor_digest=workers.optimizers[workers.newest()].anchor_digest() if workers is not None else "",
+            anchor_digest=workers.optimizers[workers.most_advanced()].anchor_digest() if workers is not None else "",
         )
 
     def _tokens(self) -> int:
         arm = self.arm
-        taken = arm.steps * arm.updates_multiplier * arm.workers if self.workers is None else self.workers.steps_taken
-        return taken * arm.batch_size * arm.batch_multiplier * arm.sequence_length
+        inner_steps = (
+            arm.steps * arm.updates_multiplier * arm.workers if self.workers is None else self.workers.steps_taken
+        )
+        return inner_steps * arm.batch_size * arm.batch_multiplier * arm.sequence_length
 
 
 # How replicas are computed
@@ -288,7 +299,7 @@ _STACK_BYTES = 16 * 2**30
 
 
 def build(task: ReplicaTask, beginning: Beginning, how: str = "auto") -> Replicas:
-    """`how`: auto, sequential, stacked, or "stacked N" for stacks of N replicas."""
+    """Build the replicas. `how`: auto, sequential, stacked, or "stacked N" for stacks of N replicas."""
     if how == "auto":
         how = choose(task.config.num_parameters(), task.places.device)
     name, _, size = how.partition(" ")
@@ -304,7 +315,7 @@ def choose(parameters: int, device: torch.device) -> str:
 
 
 def largest_stack(task: ReplicaTask) -> int:
-    """All replicas, or as many as fit into the memory for a stack; stacks are equal in size, but for the last."""
+    """Return the replicas of a stack: all, or as many as fit into its memory. All stacks but the last are equal."""
     if task.places.device.type != "cuda":
         return task.replicas
     c = task.config
@@ -314,7 +325,7 @@ def largest_stack(task: ReplicaTask) -> int:
     return int(-(-k // -(-k // min(k, fit))))
 
 
-# What is counted, and where
+# Bytes, and the machine
 
 
 def _gradient_bytes(parameters: int, arm: Arm) -> list[int]:
@@ -333,10 +344,10 @@ def machine(device: torch.device) -> dict[str, object]:
 @contextmanager
 def _fast_matrices(device: torch.device) -> Iterator[None]:
     """Allow TF32 where fp32 matrices are left on a GPU."""
-    before = torch.get_float32_matmul_precision()
+    precision = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(precision)

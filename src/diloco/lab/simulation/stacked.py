@@ -38,10 +38,10 @@ from diloco.training.inner import MUON_MOMENTUM, inner_optimizer
 
 ROWS_AT_ONCE = 16384
 """Rows of logits that are computed at a time, as in models/native/head.py."""
-_WARM_UP = 3
+_WARM_UP_STEPS = 3
 _ALIGNED = 64  # elements: rows begin at whole cache lines
 _EPSILON = 1e-8  # AdamW's
-_MUON = (3.4445, -4.7750, 2.0315)  # the coefficients and the number of torch.optim.Muon's iterations
+_MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of torch.optim.Muon, as the next two
 _MUON_STEPS = 5
 _MUON_EPSILON = 1e-7
 _CLIP_EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
@@ -51,7 +51,7 @@ _CLIP_EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
 class Layout:
-    """The place of each parameter in a row."""
+    """The place of each parameter in a row [N]: first the embeddings, then the blocks' matrices, then the norms."""
 
     def __init__(self, config: ModelConfig) -> None:
         with torch.device("meta"):
@@ -73,14 +73,15 @@ class Layout:
         self.products = self._products(config)
 
     def _products(self, config: ModelConfig) -> dict[str, tuple[int, int]]:
-        """The matrices of the blocks as they are multiplied, in order: [outputs, inputs] by label."""
+        """Return the shapes [outputs, inputs] of the blocks' matrices, in order: those of queries, keys and values are
+        multiplied as one."""
         products: dict[str, tuple[int, int]] = {}
         for layer in range(config.num_layers):
             base = f"model.layers.{layer}."
             place = self.places
             names = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
             in_order = [place[f"{base}{name}_proj.weight"] for name in names]
-            assert all(a[0] + a[1].numel() == b[0] for a, b in pairwise(in_order))
+            assert all(left[0] + left[1].numel() == right[0] for left, right in pairwise(in_order))
             shapes = [(shape[0], shape[1]) for _, shape in in_order]
             products[f"{layer}.qkv"] = (sum(rows for rows, _ in shapes[:3]), config.hidden_size)
             products |= {
@@ -89,7 +90,7 @@ class Layout:
         return products
 
     def views(self, row: Tensor) -> dict[str, Tensor]:
-        """The parameters in one row."""
+        """Return the parameters in one row, as views of it."""
         return {name: row[at : at + shape.numel()].view(shape) for name, (at, shape) in self.places.items()}
 
     def fill(self, row: Tensor, values: Mapping[str, Tensor]) -> None:
@@ -111,7 +112,7 @@ class Network:
         self.rotary = tuple(table.to(self.dtype) for table in rotary_tables(config, device))
 
     def hidden(self, flat: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised hidden states [k, B · T, D], and the output matrix [k, V, D]."""
+        """Compute normalised hidden states [k, B · T, D]. Returns also the output matrix [k, V, D]."""
         c = self.config
         (k, B, T) = tokens.shape
         outside, matrices, vectors = self._parts(flat)
@@ -126,11 +127,12 @@ class Network:
         return self._norm(x, vectors["model.norm.weight"]), head.to(self.dtype)
 
     def _parts(self, flat: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """One split and one cast each, so that the gradient is written once."""
+        """Return embeddings, the blocks' matrices and norms: one split and one cast each, so that the gradient is
+        written once."""
         layout = self.layout
         sizes = [stop - start for start, stop in (layout.outside, layout.matrices, layout.vectors)]
         outside, matrices, vectors = torch.split(flat, sizes, 1)
-        shapes = {n: tuple(shape) for n, (at, shape) in layout.places.items() if at >= layout.vectors[0]}
+        shapes = {name: tuple(shape) for name, (at, shape) in layout.places.items() if at >= layout.vectors[0]}
         return outside, _cut(matrices.to(self.dtype), layout.products), _cut(vectors, shapes)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -155,8 +157,8 @@ class Network:
 
         normed = self._norm(x, vectors[f"model.layers.{layer}.input_layernorm.weight"])
         qkv = project("qkv", normed).view(k * B, T, -1, c.head_dim).transpose(1, 2)  # (k · B, heads, T, head_dim)
-        turned, value = torch.split(qkv, [c.num_heads + c.num_kv_heads, c.num_kv_heads], 1)
-        q, key = torch.split(rotate(turned, *rotary), [c.num_heads, c.num_kv_heads], 1)
+        queries_and_keys, value = torch.split(qkv, [c.num_heads + c.num_kv_heads, c.num_kv_heads], 1)
+        q, key = torch.split(rotate(queries_and_keys, *rotary), [c.num_heads, c.num_kv_heads], 1)
         grouped = c.num_heads != c.num_kv_heads
         out = F.scaled_dot_product_attention(q, key, value, is_causal=True, enable_gqa=grouped)
         x = x + project("out", out.transpose(1, 2).reshape(k, B * T, -1))
@@ -164,16 +166,16 @@ class Network:
         return x + project("down", F.silu(project("gate", normed)) * project("up", normed))
 
 
-def _cut(part: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """[k, n] into tensors [k, …] one after another; what is left is padding."""
+def _cut(stacked: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Cut [k, n] into tensors [k, …], one after another; the rest is padding."""
     sizes = [math.prod(shape) for shape in shapes.values()]
-    pieces = torch.split(part, [*sizes, part.shape[1] - sum(sizes)], 1)
-    named = zip(shapes.items(), pieces, strict=False)
-    return {name: piece.view(part.shape[0], *shape) for (name, shape), piece in named}
+    pieces = torch.split(stacked, [*sizes, stacked.shape[1] - sum(sizes)], 1)
+    named_pieces = zip(shapes.items(), pieces, strict=False)
+    return {name: piece.view(stacked.shape[0], *shape) for (name, shape), piece in named_pieces}
 
 
 def allow_many_shapes() -> None:
-    """Every shape is compiled by itself, and a process may simulate many arms."""
+    """Raise torch's limits of recompilation: each shape is compiled by itself, and a process may simulate many arms."""
     import torch._dynamo.config as config  # it takes a second
 
     limits: Any = config
@@ -183,7 +185,7 @@ def allow_many_shapes() -> None:
 
 @lru_cache
 def _hidden_function(config: ModelConfig, device: torch.device) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """`Network.hidden`, compiled on a GPU; all arms of a process with the same model share it, and what it compiled."""
+    """Return `Network.hidden`, compiled on a GPU. All arms of a process with the same model share it."""
     hidden = Network(config, Layout(config), device).hidden
     if device.type != "cuda":
         return hidden
@@ -193,13 +195,14 @@ def _hidden_function(config: ModelConfig, device: torch.device) -> Callable[[Ten
 
 
 def stacked_losses(hidden: Tensor, matrix: Tensor, targets: Tensor) -> Tensor:
-    """hidden [k, R, D], matrix [k, V, D], targets [k, R]: the mean cross entropy of each replica, [k] in fp32."""
+    """Compute the mean cross entropy of each replica, [k] in fp32, of hidden [k, R, D], matrix [k, V, D] and targets
+    [k, R]."""
     if hidden.is_cuda and has_triton() and hidden.dtype == torch.bfloat16:
         losses: Tensor = _FusedLosses.apply(hidden, matrix, targets)  # type: ignore[no-untyped-call]
         return losses
     logits = torch.bmm(hidden, matrix.transpose(1, 2)).float()
-    each = F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1), reduction="none")
-    return each.view(hidden.shape[:2]).mean(1)
+    losses_of_rows = F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1), reduction="none")
+    return losses_of_rows.view(hidden.shape[:2]).mean(1)
 
 
 class _FusedLosses(torch.autograd.Function):
@@ -214,21 +217,21 @@ class _FusedLosses(torch.autograd.Function):
         losses = torch.empty(k, R, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
         matrix_gradient = torch.empty(matrix.shape, device=hidden.device)
-        together = max(1, ROWS_AT_ONCE // R)
+        replicas_at_once = max(1, ROWS_AT_ONCE // R)
         rows = min(R, ROWS_AT_ONCE)
-        for first_replica in range(0, k, together):
-            replicas = slice(first_replica, first_replica + together)
+        for first_replica in range(0, k, replicas_at_once):
+            replicas = slice(first_replica, first_replica + replicas_at_once)
             for first in range(0, R, rows):
-                some = slice(first, first + rows)
-                wanted = targets[replicas, some].reshape(-1)
-                loss = losses[replicas, some]
-                logits = torch.bmm(hidden[replicas, some], matrix[replicas].transpose(1, 2))  # (replicas, rows, V)
-                flat_loss = torch.empty(wanted.numel(), device=hidden.device)
-                softmax_gradient_(logits.flatten(0, 1), wanted, flat_loss, 1.0 / R)
-                loss.copy_(flat_loss.view(loss.shape))
-                hidden_gradient[replicas, some] = torch.bmm(logits, matrix[replicas])
-                part = torch.bmm(logits.transpose(1, 2), hidden[replicas, some])
-                matrix_gradient[replicas] = part if first == 0 else matrix_gradient[replicas] + part
+                chunk = slice(first, first + rows)
+                chunk_targets = targets[replicas, chunk].reshape(-1)
+                chunk_losses = losses[replicas, chunk]
+                logits = torch.bmm(hidden[replicas, chunk], matrix[replicas].transpose(1, 2))  # (replicas, rows, V)
+                flat_losses = torch.empty(chunk_targets.numel(), device=hidden.device)
+                softmax_gradient_(logits.flatten(0, 1), chunk_targets, flat_losses, 1.0 / R)
+                chunk_losses.copy_(flat_losses.view(chunk_losses.shape))
+                hidden_gradient[replicas, chunk] = torch.bmm(logits, matrix[replicas])
+                chunk_gradient = torch.bmm(logits.transpose(1, 2), hidden[replicas, chunk])
+                matrix_gradient[replicas] = chunk_gradient if first == 0 else matrix_gradient[replicas] + chunk_gradient
         ctx.save_for_backward(hidden_gradient, matrix_gradient)
         return losses.mean(1)
 
@@ -243,7 +246,7 @@ class _FusedLosses(torch.autograd.Function):
 
 
 class StackedInner:
-    """The inner optimizers of k replicas."""
+    """AdamW or Muon on all rows of a stack, with the state of each replica."""
 
     def __init__(
         self, config: InnerConfig, layout: Layout, flat: Tensor, beginning: Beginning, *, masked: bool
@@ -276,7 +279,7 @@ class StackedInner:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The tensors that a step changes."""
+        """Return the tensors that a step changes."""
         return [*self._state.values(), self._steps]
 
     def set_active(self, active: Sequence[bool] | None) -> None:
@@ -285,7 +288,7 @@ class StackedInner:
         self._active.copy_(torch.tensor(values)[:, None])
 
     def update(self, flat: Tensor, gradient: Tensor, rate: Tensor) -> None:
-        """flat ← one step along the gradient [k, N], clipped for each replica, with the learning rate [1]."""
+        """Take one step in `flat` along the gradient [k, N], clipped for each replica, with the learning rate [1]."""
         config = self.config
         active = self._active if self._masked else None
         if active is None:
@@ -304,31 +307,31 @@ class StackedInner:
             self._muon(names, flat, gradient, rate, factor)
 
     def _muon(self, names: list[str], flat: Tensor, gradient: Tensor, rate: Tensor, factor: Tensor | None) -> None:
-        """The matrices of one shape, of all layers and replicas, in one batch."""
+        """Take a step of Muon for the matrices of one shape, of all layers and replicas, in one batch."""
         config = self.config
         k = len(flat)
         momentum = MUON_MOMENTUM if config.momentum is None else config.momentum
-        theta, g, buffer = (
+        theta, gradients, buffers = (
             self._matrices(names, stacked) for stacked in (flat, gradient, self._state["momentum_buffer"])
         )
-        ready = []
-        for own_gradient, memory in zip(g, buffer, strict=True):
-            clipped = own_gradient if factor is None else own_gradient * factor[:, :, None]
-            new = memory.lerp(clipped, 1 - momentum)
-            memory.copy_(self._kept(new, memory))
-            ready.append(clipped.lerp(new, momentum))
-        turned = torch.split(orthogonalise(torch.cat(ready)), k)
+        directions = []
+        for matrix_gradient, momentum_buffer in zip(gradients, buffers, strict=True):
+            clipped = matrix_gradient if factor is None else matrix_gradient * factor[:, :, None]
+            updated = momentum_buffer.lerp(clipped, 1 - momentum)
+            momentum_buffer.copy_(self._kept(updated, momentum_buffer))
+            directions.append(clipped.lerp(updated, momentum))
+        orthogonal = torch.split(orthogonalise(torch.cat(directions)), k)
         rows, columns = theta[0].shape[1:]
         scaled = rate * (0.2 * math.sqrt(max(rows, columns)))
-        for parameter, direction in zip(theta, turned, strict=True):
-            new = parameter * (1 - rate * config.weight_decay) - scaled * direction
-            parameter.copy_(self._kept(new, parameter))
+        for parameter, direction in zip(theta, orthogonal, strict=True):
+            updated = parameter * (1 - rate * config.weight_decay) - scaled * direction
+            parameter.copy_(self._kept(updated, parameter))
 
-    def _kept(self, new: Tensor, old: Tensor) -> Tensor:
-        return torch.where(self._active[:, :, None], new, old) if self._masked else new
+    def _kept(self, updated: Tensor, former: Tensor) -> Tensor:
+        return torch.where(self._active[:, :, None], updated, former) if self._masked else updated
 
     def _matrices(self, names: list[str], flat: Tensor) -> list[Tensor]:
-        """Views [k, rows, columns]."""
+        """Return the named matrices as views [k, rows, columns]."""
         matrices = []
         for name in names:
             at, shape = self._layout.places[name]
@@ -336,33 +339,33 @@ class StackedInner:
         return matrices
 
     def views(self) -> list[dict[str, dict[str, Tensor]]]:
-        """The state of each replica by parameter, as torch's optimizers have it, in this memory."""
+        """Return the state of each replica by parameter, as torch's optimizers have it: views of this memory."""
         states = []
         hidden = set(self._layout.hidden_matrices) if self.config.optimizer == "muon" else set()
         for row, steps in enumerate(self._steps):
             by_kind = {kind: self._layout.views(values[row]) for kind, values in self._state.items()}
             adamw = {"exp_avg", "exp_avg_sq"}
-            mine: dict[str, dict[str, Tensor]] = {}
+            state_by_parameter: dict[str, dict[str, Tensor]] = {}
             for name in self._layout.places:
                 kinds = {"momentum_buffer"} if name in hidden else adamw
-                mine[name] = {kind: by_kind[kind][name] for kind in kinds}
+                state_by_parameter[name] = {kind: by_kind[kind][name] for kind in kinds}
                 if name not in hidden:
-                    mine[name]["step"] = steps[0]
-            states.append(mine)
+                    state_by_parameter[name]["step"] = steps[0]
+            states.append(state_by_parameter)
         return states
 
-    def saved(self) -> tuple[Mapping[str, Mapping[str, Tensor]], int]:
-        """State and steps of replica 0, as `Beginning` has them."""
-        mine: dict[str, dict[str, Tensor]] = {}
+    def first_state(self) -> tuple[Mapping[str, Mapping[str, Tensor]], int]:
+        """Copy the state and the steps of replica 0, as `Beginning` has them."""
+        state_by_kind: dict[str, dict[str, Tensor]] = {}
         for name, state in self.views()[0].items():
             for kind, view in state.items():
                 if kind != "step":
-                    mine.setdefault(kind, {})[name] = view.clone()
-        return mine, int(self._steps[0])
+                    state_by_kind.setdefault(kind, {})[name] = view.clone()
+        return state_by_kind, int(self._steps[0])
 
 
 def clip_factors(gradient: Tensor, largest: float) -> Tensor:
-    """Factors [k, 1] that bring the norm of each replica's gradient [k, N] to at most `largest`."""
+    """Compute the factors [k, 1] that bring the norm of each replica's gradient [k, N] to at most `largest`."""
     norms = gradient.square().sum(1, keepdim=True).sqrt()
     return (largest / (norms + _CLIP_EPSILON)).clamp(max=1.0)
 
@@ -386,8 +389,8 @@ def adamw_(
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Newton–Schulz in bf16, as torch.optim.Muon does it for one matrix: [n, rows, columns]."""
-    a, b, c = _MUON
+    """Orthogonalise matrices [n, rows, columns] by Newton–Schulz in bf16, as torch.optim.Muon does for one matrix."""
+    a, b, c = _MUON_COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.bfloat16()
     x = x.transpose(1, 2) if tall else x
@@ -434,7 +437,7 @@ class Stack:
             self.counter.add_(1)
 
     def step(self, pool: Any) -> Any:
-        """One step; on a GPU as a graph that is captured at the first one, in the memory `pool`, which is returned."""
+        """Take a step. On a GPU the first one is captured as a graph, in the memory `pool`, which is returned."""
         if self.flat.device.type != "cuda":
             self.compute_step()
             return None
@@ -444,19 +447,19 @@ class Stack:
         return self._graph.pool()
 
     def _capture(self, pool: Any) -> torch.cuda.CUDAGraph:
-        """Compile and warm up on a second stream, with the state as it was afterwards."""
-        changed = [self.flat, self.counter, self._losses, *self.inner.memory]
-        before = [tensor.clone() for tensor in changed]
+        """Compile and warm up on a second stream, put the state back, and capture a step."""
+        state = [self.flat, self.counter, self._losses, *self.inner.memory]
+        copies = [tensor.clone() for tensor in state]
         stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP):
+            for _ in range(_WARM_UP_STEPS):
                 self.compute_step()
                 self.counter.zero_()
         torch.cuda.current_stream().wait_stream(stream)
-        for tensor, value in zip(changed, before, strict=True):
-            tensor.copy_(value)
-        del before
+        for tensor, copy in zip(state, copies, strict=True):
+            tensor.copy_(copy)
+        del copies
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             self.compute_step()
@@ -495,8 +498,8 @@ class Stacked(Replicas):
     def memory(self) -> dict[str, Tensor]:
         tensors = {"losses": self.losses}
         for number, stack in enumerate(self.stacks):
-            changed = [stack.flat, stack.counter, *stack.inner.memory]
-            tensors |= {f"{number}/{index}": tensor for index, tensor in enumerate(changed)}
+            state = [stack.flat, stack.counter, *stack.inner.memory]
+            tensors |= {f"{number}/{index}": tensor for index, tensor in enumerate(state)}
         return tensors
 
     def load(self, saved: Mapping[str, Tensor], steps: int) -> None:
@@ -505,14 +508,14 @@ class Stacked(Replicas):
         for name, tensor in self.memory().items():
             tensor.copy_(saved[name])
 
-    def saved(self) -> Beginning:
+    def as_beginning(self) -> Beginning:
         stack = self.stacks[0]
         parameters = {name: view.clone() for name, view in stack.layout.views(stack.flat[0]).items()}
-        return Beginning(parameters, *stack.inner.saved())
+        return Beginning(parameters, *stack.inner.first_state())
 
 
 def _inner(model: nn.Module, task: ReplicaTask, state: Mapping[str, dict[str, Tensor]]) -> torch.optim.Optimizer:
-    """The product's inner optimizer over the stack's memory: DiLoCo may look into its state. It is never stepped."""
+    """Build the product's inner optimizer over the stack's memory. It is never stepped: DiLoCo reads its state."""
     inner = inner_optimizer(model, task.inner)
     for name, parameter in model.named_parameters():
         inner.state[parameter] = state[name]
@@ -520,7 +523,7 @@ def _inner(model: nn.Module, task: ReplicaTask, state: Mapping[str, dict[str, Te
 
 
 def _model(empty: NativeModel, parameters: dict[str, Tensor]) -> NativeModel:
-    """A module over these tensors."""
+    """Build a module whose parameters are these tensors."""
     model = deepcopy(empty)
     for name, tensor in parameters.items():
         path, _, last = name.rpartition(".")

@@ -14,8 +14,8 @@ from diloco.core.schedule import Schedule
 from diloco.engines.local import LocalSwarm
 from diloco.lab.arm import Arm, RoundStatistics
 from diloco.lab.simulation.batches import CorpusTokens
-from diloco.lab.simulation.checkpoint import State
-from diloco.lab.simulation.machines import Clock, presence, round_bytes, working
+from diloco.lab.simulation.checkpoint import ArmState
+from diloco.lab.simulation.machines import Clock, presence_table, round_bytes, work_table
 from diloco.lab.simulation.replicas import Replicas
 from diloco.methods.growing_rounds import GrowingRounds
 from diloco.optimizer import DiLoCo
@@ -23,7 +23,7 @@ from diloco.outer.rounds import RoundEvent
 from diloco.outer.tensors import as_tensors, copy_into
 
 MISSED_ROUND_DECAY = 0.5
-"""With the rule `age_decayed`: what each missed round leaves of a contribution's weight."""
+"""With the rule `age_decayed`: the factor of a contribution's weight for each missed round."""
 
 
 class Workers:
@@ -33,8 +33,8 @@ class Workers:
         self.arm = arm
         self.replicas = replicas
         self.clock = clock
-        self._there = presence(arm, seed)
-        self._working = working(arm, seed)
+        self._present = presence_table(arm, seed)
+        self._working = work_table(arm, seed)
         self._all_work = bool(self._working.all())
         self._step = 0
         self.statistics: list[RoundStatistics] = []
@@ -80,14 +80,15 @@ class Workers:
         """Inner steps that all workers together have taken."""
         return sum(optimizer.loop.state.steps_taken for optimizer in self.optimizers)
 
-    def newest(self) -> int:
-        """A worker that has merged the most rounds: its anchor is the run's."""
+    def most_advanced(self) -> int:
+        """Return a worker that has merged the most rounds: its anchor is the run's."""
         return max(range(self.arm.workers), key=lambda worker: self.optimizers[worker].loop.rounds)
 
-    def saved(self) -> State | None:
-        """All but the replicas' memory, between two steps; rounds in flight are settled and stay unmerged.
+    def saved(self) -> ArmState | None:
+        """Return everything but the replicas' memory, between two steps.
 
-        None: a round has gone wrong for a worker, and it will have mended that after its next one.
+        Rounds in flight are settled and stay unmerged.
+        None: a worker cannot be saved after a round that went wrong for it, until its next round has repaired that.
         """
         for optimizer in self.optimizers:
             optimizer.loop.settle()
@@ -100,62 +101,62 @@ class Workers:
             tensors |= {f"{worker}/{name}": tensor.cpu() for name, tensor in as_tensors(pieces).items()}
             numbers.append(counted | {"codec_errors": optimizer.loop.replica.lanes[0].codec_errors})
         rows = [asdict(row) for row in self.statistics]
-        return State(tensors, {"workers": numbers, "statistics": rows, "bytes_sent": self.bytes_sent})
+        return ArmState(tensors, {"workers": numbers, "statistics": rows, "bytes_sent": self.bytes_sent})
 
-    def load(self, saved: State, step: int) -> None:
+    def load(self, saved: ArmState, step: int) -> None:
         """Go on after this step; the replicas' memory has been loaded."""
         self._step = step
         self.bytes_sent = saved.numbers["bytes_sent"]
         self.statistics = [RoundStatistics(**row) for row in saved.numbers["statistics"]]
         for worker, (optimizer, counted) in enumerate(zip(self.optimizers, saved.numbers["workers"], strict=True)):
             memory, loaded = optimizer.loop.memory_to_load(counted)
-            copy_into(memory, saved.under(f"{worker}/"))
+            copy_into(memory, saved.with_prefix(f"{worker}/"))
             loaded()
             optimizer.loop.replica.lanes[0].codec_errors[:] = counted["codec_errors"]
 
     def take_step(self) -> None:
-        there = self._there[self._step].tolist()
-        at_work = self._working[self._step].tolist()
+        present = self._present[self._step].tolist()
+        working = self._working[self._step].tolist()
         if not self._all_work:
-            self._bring_in(there)
-        self.replicas.take_step(None if self._all_work else at_work)
-        self.clock.take_step(at_work, there)
+            self._start_arrivals_from_anchor(present)
+        self.replicas.take_step(None if self._all_work else working)
+        self.clock.take_step(working, present)
         self._step += 1
-        for optimizer, works in zip(self.optimizers, at_work, strict=True):
+        for optimizer, works in zip(self.optimizers, working, strict=True):
             state = optimizer.loop.state
             if works:
                 state.inner_steps += 1
             else:
                 state.jump_to(state.inner_steps + 1)
-        self._post(there)
-        dropped = [any(posted.dropped for posted in optimizer.loop.in_flight) for optimizer in self.optimizers]
+        self._post(present)
+        had_dropped = [any(posted.dropped for posted in optimizer.loop.in_flight) for optimizer in self.optimizers]
         for optimizer in self.optimizers:
             optimizer.merge()
         if self.arm.missed == "discarded":
-            for optimizer, was_dropped in zip(self.optimizers, dropped, strict=True):
-                if was_dropped:
+            for optimizer, dropped in zip(self.optimizers, had_dropped, strict=True):
+                if dropped:
                     optimizer.loop.state.start_from_anchor()
-        self._tell()
+        self._collect_statistics()
 
-    def _bring_in(self, there: list[bool]) -> None:
-        """A worker that comes, or comes back, begins at the anchor."""
-        before = self._there[self._step - 1].tolist() if self._step else there
-        for optimizer, now, then in zip(self.optimizers, there, before, strict=True):
-            if now and not then:
+    def _start_arrivals_from_anchor(self, present: list[bool]) -> None:
+        """Let the workers that come, or come back, in this step begin at the anchor."""
+        previous = self._present[self._step - 1].tolist() if self._step else present
+        for optimizer, is_present, was_present in zip(self.optimizers, present, previous, strict=True):
+            if is_present and not was_present:
                 optimizer.loop.state.start_from_anchor()
 
-    def _post(self, there: list[bool]) -> None:
+    def _post(self, present: list[bool]) -> None:
         first = self.optimizers[0].loop
         for worker, optimizer in enumerate(self.optimizers):
             if worker in self.arm.hostile and first.schedule.posts_at(first.inner_steps):
-                _turn_around(optimizer)
-            self._weigh(worker, optimizer)
+                _reverse_outer_gradient(optimizer)
+            self._set_weight(worker, optimizer)
             optimizer.post()
         for posted in first.in_flight:
             if posted.at_step == first.inner_steps:
-                self._count(posted.key.sequence, posted.key.fragment, there)
+                self._count_bytes(posted.key.sequence, posted.key.fragment, present)
 
-    def _weigh(self, worker: int, optimizer: DiLoCo) -> None:
+    def _set_weight(self, worker: int, optimizer: DiLoCo) -> None:
         """Set the weight that the outer loop gives each inner step, so that the arm's rule for missed rounds holds."""
         if self.arm.missed in ("token_weighted", "discarded"):
             return
@@ -166,26 +167,27 @@ class Workers:
         decay = MISSED_ROUND_DECAY**missed_rounds if self.arm.missed == "age_decayed" else 1.0
         optimizer.loop.weight = self._shares[worker] * decay * H / steps
 
-    def _count(self, sequence: int, fragment: int, there: list[bool]) -> None:
-        """The bytes of a round, among the workers that are there; second moments that are not due are a header."""
+    def _count_bytes(self, sequence: int, fragment: int, present: list[bool]) -> None:
+        """Count the bytes of a round between the workers that are there. Second moments that are not due cost a header
+        only."""
         loop = self.optimizers[0].loop
         sending = loop.replica.lanes[0].sending[fragment]
         header_only = sending.is_header_only(loop.schedule.turn_of(sequence), done=False)
-        each = round_bytes(None if header_only else sending.vector, sum(there))
-        self.bytes_sent += sum(each)
-        self.clock.post(sequence, max(each), there)
+        sent_by_worker = round_bytes(None if header_only else sending.vector, sum(present))
+        self.bytes_sent += sum(sent_by_worker)
+        self.clock.post(sequence, max(sent_by_worker), present)
 
     def finish(self) -> None:
-        """Bring what is left of the work into the anchors: the last round of every worker, one after another.
+        """Bring the remaining work into the anchors, in a last round of each fragment, one after another.
 
         A worker that is absent has no weight in it; one that is there counts, with work left or without.
         """
         loop = self.optimizers[0].loop
-        there = self._there[-1].tolist()
-        for optimizer, is_there in zip(self.optimizers, there, strict=True):
+        present = self._present[-1].tolist()
+        for optimizer, is_present in zip(self.optimizers, present, strict=True):
             optimizer.loop.merge_pending()
             optimizer.loop.report = replace(optimizer.loop.report, done=True)
-            if not is_there:
+            if not is_present:
                 optimizer.loop.weight = 0.0
         states = [optimizer.loop.state for optimizer in self.optimizers if optimizer.loop.weight]
         for fragment in loop.schedule.rotation(loop.inner_steps):
@@ -193,17 +195,17 @@ class Workers:
                 continue  # no worker has taken a step since
             for worker, optimizer in enumerate(self.optimizers):
                 if worker in self.arm.hostile:
-                    _turn_around(optimizer)
-                if there[worker]:
-                    self._weigh(worker, optimizer)
+                    _reverse_outer_gradient(optimizer)
+                if present[worker]:
+                    self._set_weight(worker, optimizer)
                 optimizer.loop.post_fragment(fragment)
-            self._count(loop.in_flight[-1].key.sequence, fragment, there)
+            self._count_bytes(loop.in_flight[-1].key.sequence, fragment, present)
             for optimizer in self.optimizers:
                 optimizer.loop.merge_pending()
-        self._tell()
+        self._collect_statistics()
 
-    def _tell(self) -> None:
-        """The rounds that ended in this step, one line each."""
+    def _collect_statistics(self) -> None:
+        """Turn the events of this step into statistics, one row for each round that ended."""
         rounds: dict[int, list[tuple[int, RoundEvent]]] = {}
         for worker, event in self._events:
             rounds.setdefault(event.key.sequence, []).append((worker, event))
@@ -216,7 +218,7 @@ class Workers:
 
 
 @torch.no_grad()
-def _turn_around(optimizer: DiLoCo) -> None:
+def _reverse_outer_gradient(optimizer: DiLoCo) -> None:
     """θ ← 2A − θ: the outer gradient A − θ changes its sign and keeps its norm. The merge that follows replaces θ."""
     for _, fragment in optimizer.loop.state.fragments_of(0):
         for span, anchor, _ in fragment.visit():
