@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from diloco.core.options import option
@@ -242,7 +243,13 @@ class RefusedCombination:
     """Why, and what to do; {sync.growth} is replaced by that option's value."""
 
     def text(self, sync: SyncConfig, faults: FaultsConfig) -> str:
-        return self.message.format(sync=sync, faults=faults)
+        return self.message.format(sync=_as_written(sync), faults=_as_written(faults))
+
+
+def _as_written(options: SyncConfig | FaultsConfig) -> SimpleNamespace:
+    """The values of a table as a run file has them: `true`, and not `True`."""
+    values = vars(options).items()
+    return SimpleNamespace(**{name: str(value).lower() if isinstance(value, bool) else value for name, value in values})
 
 
 def _is_given(sync: SyncConfig, name: str) -> bool:
@@ -250,7 +257,7 @@ def _is_given(sync: SyncConfig, name: str) -> bool:
 
 
 def _together(first: str, second: str, reason: str, remedy: str = "leave out one of the two") -> RefusedCombination:
-    """Two options of `[sync]` that are both given."""
+    """Refuse two options of `[sync]` that are both given."""
     return RefusedCombination(
         (f"sync.{first}", f"sync.{second}"),
         lambda sync, _: _is_given(sync, first) and _is_given(sync, second),
@@ -258,15 +265,8 @@ def _together(first: str, second: str, reason: str, remedy: str = "leave out one
     )
 
 
-def _asynchronous_with(other: str, reason: str) -> RefusedCombination:
-    return RefusedCombination(
-        ("sync.asynchronous", f"sync.{other}"),
-        lambda sync, _: sync.asynchronous and _is_given(sync, other),
-        f"sync.asynchronous = true and sync.{other} = {{sync.{other}}}: {reason}; leave out one of the two",
-    )
-
-
 def _merge_with(other: str, applies: Callable[[SyncConfig], bool], value: str) -> RefusedCombination:
+    """Refuse a way to merge other than the mean, where outer gradients are not at one place together."""
     return RefusedCombination(
         ("sync.merge", f"sync.{other}"),
         lambda sync, _: sync.merge != "mean" and applies(sync),
@@ -343,19 +343,25 @@ REFUSED_COMBINATIONS: tuple[RefusedCombination, ...] = (
         "sync.momentum_arrivals = {sync.momentum_arrivals} has no effect without sync.asynchronous = true: give that "
         "too, or leave it out",
     ),
-    _asynchronous_with(
-        "overlap_steps", "an exchange is with the anchor alone and waits for no worker that could be overlapped"
+    _together(
+        "asynchronous",
+        "overlap_steps",
+        "an exchange is with the anchor alone and waits for no worker that could be overlapped",
     ),
-    _asynchronous_with("mixing", "the anchor's answer holds the worker's own steps already"),
-    _asynchronous_with("outer_overlap", "there is no round of others to be late with"),
-    _asynchronous_with("fragments", _ALL_OF_THE_MODEL),
-    _asynchronous_with("fragments_by_hand", _ALL_OF_THE_MODEL),
-    _asynchronous_with(
-        "warm_start", "its steps are synchronous; begin with the model that a run with a warm start gives"
+    _together("asynchronous", "mixing", "the anchor's answer holds the worker's own steps already"),
+    _together("asynchronous", "outer_overlap", "there is no round of others to be late with"),
+    _together("asynchronous", "fragments", _ALL_OF_THE_MODEL),
+    _together("asynchronous", "fragments_by_hand", _ALL_OF_THE_MODEL),
+    _together(
+        "asynchronous",
+        "warm_start",
+        "its steps are synchronous; begin with the model that a run with a warm start gives",
     ),
-    _asynchronous_with("growth", "rounds of different lengths would arrive with different weights"),
-    _asynchronous_with("second_moment_every", "there is no round of all workers that could average their moments"),
-    _asynchronous_with("offload", "the anchor is in worker 0's CPU memory already"),
+    _together("asynchronous", "growth", "rounds of different lengths would arrive with different weights"),
+    _together(
+        "asynchronous", "second_moment_every", "there is no round of all workers that could average their moments"
+    ),
+    _together("asynchronous", "offload", "the anchor is in worker 0's CPU memory already"),
     RefusedCombination(
         ("sync.asynchronous", "sync.error_feedback"),
         lambda sync, _: sync.asynchronous and sync.feedback_decay is not None,
