@@ -109,44 +109,30 @@ def decide(
     admitted = [index for index, reason in enumerate(reasons) if reason is None]
     admitted_claims = [claims[index] for index in admitted]
     work = bounded_weights(admitted_claims, [rounds[index] for index in admitted] if rounds else ())
-    of_leftovers = leftover_weights(admitted_claims, work)
-    weights = of_leftovers or work
-    resting = sum(weight for steps, weight in zip(work, weights, strict=True) if not steps)
+    weights_of_leftovers = leftover_weights(admitted_claims, work)
+    weights = weights_of_leftovers or work
     candidates = [
-        _Candidate(workers[index], claims[index], rounds[index] if rounds else 1, steps, weight)
-        for index, steps, weight in zip(admitted, work, weights, strict=True)
-        if steps > 0
+        _Candidate(workers[index], claims[index], rounds[index] if rounds else 1, own_work, weight)
+        for index, own_work, weight in zip(admitted, work, weights, strict=True)
+        if own_work > 0
     ]
-    _bound_norms(candidates, max_norm_ratio, leftovers=of_leftovers is not None)
-    clipped = {
-        each.worker: f"norm {each.claim.norm:.3g} is above the bound {each.bound:.3g} "
-        f"(sync.max_norm_ratio = {max_norm_ratio:g})"
-        for each in candidates
-        if each.claim.norm > each.bound
-    }
-    too_long: list[int] = []
-    too_short: list[int] = []
-    if rounds:  # a swarm, in which a norm may be a lie
-        their_claims = [each.claim for each in candidates]
-        if clipped:
-            absurd = absurd_norms(
-                their_claims, [each.bound for each in candidates], [each.rounds for each in candidates]
-            )
-            too_long = [candidates[place].worker for place in absurd]
-        if max_norm_ratio is not None and of_leftovers is None:  # what is left may be next to nothing
-            too_short = [candidates[place].worker for place in short_norms(their_claims)]
-        refused |= {worker: clipped.pop(worker) for worker in too_long}
-        refused |= {
-            each.worker: f"norm {each.claim.norm:.3g} is below a tenth of the usual one"
-            for each in candidates
-            if each.worker in too_short
-        }
-        candidates = [each for each in candidates if each.worker not in (*too_long, *too_short)]
-    leaves_out_rest = bool(resting and candidates)
+    leftovers = weights_of_leftovers is not None
+    _bound_norms(candidates, max_norm_ratio, leftovers=leftovers)
+    too_long: dict[int, str] = {}
+    too_short: dict[int, str] = {}
+    if rounds and max_norm_ratio is not None:  # a swarm, in which a norm may be a lie
+        too_long, too_short = _find_absurd(candidates, max_norm_ratio, leftovers=leftovers)
+        refused |= too_long | too_short
+        candidates = [each for each in candidates if each.worker not in refused]
+    clipped: dict[int, str] = {}
+    if max_norm_ratio is not None:
+        clipped = {each.worker: each.excess(max_norm_ratio) for each in candidates if each.is_long}
     scales = [each.scale for each in candidates] if clipped else []
-    if leaves_out_rest:  # zero outer gradients: they need not be sent to be in the mean
+    idle_weight = sum(weight for own_work, weight in zip(work, weights, strict=True) if not own_work)
+    counts_idle = bool(idle_weight and candidates)
+    if counts_idle:  # zero outer gradients: they need not be sent to be in the mean
         moving = sum(each.weight for each in candidates)
-        share = moving / (moving + resting)
+        share = moving / (moving + idle_weight)
         scales = [scale * share for scale in scales or [1.0] * len(candidates)]
     return Decision(
         contributors=tuple(each.worker for each in candidates),
@@ -159,7 +145,7 @@ def decide(
         too_short=frozenset(too_short),
         resync=bool(diverged([claim.anchor_digest for claim in claims])),
         total_weight=sum(each.work for each in candidates),
-        plain=leaves_out_rest,
+        plain=counts_idle,
     )
 
 
@@ -179,9 +165,19 @@ class _Candidate:
     """The norm with which it counts at most."""
 
     @property
+    def is_long(self) -> bool:
+        return self.claim.norm > self.bound
+
+    @property
     def scale(self) -> float:
         """The factor by which it is multiplied before it is averaged."""
-        return min(1.0, self.bound / self.claim.norm) if self.claim.norm > self.bound else 1.0
+        return min(1.0, self.bound / self.claim.norm) if self.is_long else 1.0
+
+    def excess(self, max_norm_ratio: float) -> str:
+        """Say by how much it is too long."""
+        return (
+            f"norm {self.claim.norm:.3g} is above the bound {self.bound:.3g} (sync.max_norm_ratio = {max_norm_ratio:g})"
+        )
 
 
 def _bound_norms(candidates: Sequence[_Candidate], max_norm_ratio: float | None, *, leftovers: bool) -> None:
@@ -190,6 +186,25 @@ def _bound_norms(candidates: Sequence[_Candidate], max_norm_ratio: float | None,
     bounds = norm_bounds([each.claim for each in candidates], max_norm_ratio, late)
     for each, bound in zip(candidates, bounds, strict=True):
         each.bound = bound
+
+
+def _find_absurd(
+    candidates: Sequence[_Candidate], max_norm_ratio: float, *, leftovers: bool
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Find the workers whose contribution is too long, or too short, to count at all; each with the reason.
+
+    `leftovers`: the mean is one of leftovers, and what is left may be next to nothing.
+    """
+    claims = [each.claim for each in candidates]
+    long = absurd_norms(claims, [each.bound for each in candidates], [each.rounds for each in candidates])
+    short = [] if leftovers else short_norms(claims)
+    return (
+        {candidates[place].worker: candidates[place].excess(max_norm_ratio) for place in long},
+        {
+            candidates[place].worker: f"norm {claims[place].norm:.3g} is below a tenth of the usual one"
+            for place in short
+        },
+    )
 
 
 def admit(claims: Sequence[Claim]) -> list[str | None]:
