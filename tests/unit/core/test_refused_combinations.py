@@ -63,6 +63,7 @@ def test_a_combination_is_refused_with_both_names_the_reason_and_the_remedy(row:
     assert all(name.split(".")[1] in said for name in row.options)
     assert "{" not in said and any(remedy in said for remedy in ("leave out", "leave it out", "give"))
     assert len(said) > 60 and said.startswith(row.message.split("{")[0])
+    assert "True" not in said and "False" not in said, "as in a run file: true, false"
 
 
 @pytest.mark.parametrize("row", REFUSED_COMBINATIONS, ids=lambda row: " with ".join(row.options))
