@@ -35,6 +35,14 @@ def test_a_silent_worker_fails_the_round_at_its_deadline_and_what_was_sent_is_no
     assert contributors == (1,) and mean == values(1).tolist()
 
 
+def test_a_round_that_a_worker_has_given_up_goes_when_the_last_worker_has_its_mean() -> None:
+    swarm = LocalSwarm(2)
+    first, second = swarm.engines()
+    assert "nothing from workers [1]" in message(lambda: average(first, seconds=0.0), RoundFailed)
+    average(second)
+    assert not swarm.rounds, "its contributions would stay in memory"
+
+
 def test_a_contribution_lost_on_purpose_is_in_nobodys_mean() -> None:
     def round_zero(engine: Engine) -> Any:
         if engine.worker == 2:

@@ -139,18 +139,19 @@ class _Round:
 
     def __init__(self, swarm: LocalSwarm, sequence: int) -> None:
         self.swarm = swarm
+        self.sequence = sequence
         self.contributions: dict[int, Contribution] = {}
         self.headers: dict[int, Header] = {}
         self.lost = {worker for worker, lost_at in swarm.fail_at if lost_at == sequence}
         self.started = time.monotonic()
         self.posted: dict[int, float] = {}
-        self.reducing = 0.0  # when the reduction began
-        self.reduced = 0.0  # when it ended
+        self.reduction_began = 0.0
+        self.reduction_ended = 0.0
         self.mean: EncodedVector | None = None
         self.decision: Decision | None = None
         self.comparison = Comparison()
         self.error: EngineError | None = None
-        self.collected = 0
+        self.waits_ended = 0
 
     def post(self, worker: int, key: RoundKey, contribution: Contribution) -> None:
         if worker in self.headers:
@@ -158,23 +159,29 @@ class _Round:
         self.headers[worker] = header_of(worker, key, contribution)
         if worker not in self.lost:
             self.contributions[worker] = contribution
-        self.reducing = time.monotonic()
-        self.posted[worker] = self.reducing
+        self.reduction_began = time.monotonic()
+        self.posted[worker] = self.reduction_began
         if len(self.headers) == self.swarm.workers:
             self._reduce()
-            self.reduced = time.monotonic()
+            self.reduction_ended = time.monotonic()
 
     def withdraw(self, worker: int) -> None:
         """This worker has given up waiting and will send the same work again: it must not be in the mean twice."""
         self.lost.add(worker)
         self.contributions.pop(worker, None)
 
+    def end_wait(self) -> None:
+        """A worker has waited for the round, or given up: after the last one the contributions go."""
+        self.waits_ended += 1
+        if self.waits_ended == self.swarm.workers:
+            self.swarm.rounds.pop(self.sequence, None)
+
     def phases(self, worker: int) -> RoundPhases:
         """Nothing travels in one process, and the last worker to post reduces for all."""
-        last = self.posted[worker] == self.reducing
+        last = self.posted[worker] == self.reduction_began
         return RoundPhases(
-            others_seconds=self.reducing - self.posted[worker],
-            reduce_seconds=self.reduced - self.reducing if last else None,
+            others_seconds=self.reduction_began - self.posted[worker],
+            reduce_seconds=self.reduction_ended - self.reduction_began if last else None,
         )
 
     @property
@@ -225,13 +232,12 @@ class _LocalPending(PendingRound):
             if not swarm.changed.wait_for(lambda: round_.complete, self.deadline - time.monotonic()):
                 missing = sorted(set(range(swarm.workers)) - round_.headers.keys())
                 round_.withdraw(worker)
+                round_.end_wait()
                 raise RoundFailed(
                     f"round {self.key.sequence}: nothing from workers {missing} before the deadline",
                     silent=tuple(missing),
                 )
-            round_.collected += 1
-            if round_.collected == swarm.workers:
-                swarm.rounds.pop(self.key.sequence, None)
+            round_.end_wait()
         if round_.error is not None:
             raise round_.error
         assert round_.decision is not None
