@@ -12,11 +12,12 @@ from attacks import has_begun, instead_of, node
 from attacks.contributions import with_fields
 from diloco.swarm.network.transport import Stream
 from diloco.swarm.node import comparisons
+from diloco.swarm.node.audit import Lie
 from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.outcomes import Outcomes
-from diloco.swarm.node.transfer import Transfer, TransferFailed
+from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.certificate import Certificate, RangeDigest, directions_bytes, range_digests
 
@@ -119,7 +120,7 @@ def false_accusation() -> None:
     async def run(honest: Callable[..., Any], self: Transfer) -> None:
         victims = [e.peer for e in self.plan.entries if e.peer not in (self._transport.peer, self.plan.leader)]
         if has_begun(self.plan.key.sequence) and victims:
-            raise TransferFailed(victims[0], "its parts have the norm 900, it claimed 1", lie=True)
+            raise Lie(victims[0], "its parts have the norm 900, it claimed 1")
         await honest(self)
 
 

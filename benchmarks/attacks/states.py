@@ -10,7 +10,7 @@ from attacks import has_begun, instead_of
 from diloco.swarm.network.transport import Stream
 from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.heartbeats import Heartbeats
-from diloco.swarm.node.state_transfer import StateTransfer
+from diloco.swarm.node.state_transfer import SharedSnapshot, StateTransfer
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.wire import encode
 from diloco.swarm.shared_memory import SharedMemory
@@ -23,8 +23,8 @@ _TIB = 1 << 40
 def wrong_state() -> None:
     """Its state has every sign turned around, and is said to be of a later round than any other member's."""
 
-    @instead_of(StateTransfer, "_shared_snapshot")
-    async def snapshot(honest: Callable[..., Any], self: StateTransfer) -> Snapshot | None:
+    @instead_of(SharedSnapshot, "take")
+    async def snapshot(honest: Callable[..., Any], self: SharedSnapshot) -> Snapshot | None:
         made: Snapshot | None = await honest(self)
         if made is None or not has_begun():
             return made
@@ -43,7 +43,7 @@ def huge_slow_state() -> None:
 
     @instead_of(StateTransfer, "serve")
     async def serve(honest: Callable[..., Any], self: StateTransfer, stream: Stream) -> None:
-        snapshot = await self._shared_snapshot()
+        snapshot = await self.snapshot.take()
         if snapshot is None or not has_begun():
             await honest(self, stream)
             return
@@ -59,11 +59,11 @@ def slow_state() -> None:
 
     @instead_of(StateTransfer, "serve")
     async def serve(honest: Callable[..., Any], self: StateTransfer, stream: Stream) -> None:
-        snapshot = await self._shared_snapshot()
+        snapshot = await self.snapshot.take()
         if snapshot is None or not has_begun():
             await honest(self, stream)
             return
-        digest = await self.witnesses.digest(snapshot, own=True)
+        digest = await self.audit.digest_of(snapshot)
         size = len(snapshot.data.view)
         head = messages.StateHead(dict(snapshot.numbers), snapshot.layout_digest, snapshot.note, size, digest)
         await _drip(stream, head)

@@ -12,12 +12,10 @@ from typing import Any
 from attacks import instead_of
 from diloco.engines.reduction import reduce_parts
 from diloco.swarm.audit import merkle
-from diloco.swarm.audit.committed import CommittedParts
 from diloco.swarm.audit.mean_check import MeanCheck
-from diloco.swarm.audit.norms import NormCheck
 from diloco.swarm.audit.own_contributions import OwnContributions
+from diloco.swarm.audit.transfer import AuditedTransfer, CommittedParts, NormCheck
 from diloco.swarm.node import transfer
-from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.certificate import RangeDigest
 from diloco.swarm.protocol.notary import Notary
 
@@ -42,7 +40,7 @@ def leave_checks_out() -> None:
     constant(merkle, "leaves", lambda data, part_bytes: [_DIGEST] * (len(data) // part_bytes))
     constant(merkle, "root", lambda _: _DIGEST)
     constant(merkle, "prove", lambda *_: b"")
-    constant(Transfer, "_squared_norm", lambda *_: 0.0)
+    constant(AuditedTransfer, "_squared_norm", lambda *_: 0.0)
     constant(Notary, "sign", lambda *_: _SIGNATURE)
     constant(Notary, "has_signed", lambda *_: True)
     for owner, name in (

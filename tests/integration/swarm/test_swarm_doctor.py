@@ -16,6 +16,7 @@ from diloco.swarm.doctor import machine_checks, network_checks
 from diloco.swarm.network.listening import ListenConfig
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused
+from diloco.swarm.node.audit import Audit
 from diloco.swarm.node.node import Node
 from diloco.swarm.protocol import timing
 from diloco.swarm.run_files import invitation_file, write_private
@@ -46,7 +47,7 @@ async def _node(folder: Path, ready: "threading.Event", told: dict[str, Any]) ->
     network = ListenConfig(host="127.0.0.1")
     transport = await P2pdTransport.create(folder / "worker-0.key", protocol_of(KEY.run_id), network)
     permissions = Permissions(KEY.public, transport.peer, invitation.credential(transport.peer), 3)
-    node = Node(transport, permissions, Settings(str(folder), "worker-0", founder=True), Idle())
+    node = Node(transport, permissions, Settings(str(folder), "worker-0", founder=True), Idle(), Audit)
     await node.start()
     told["invitation"] = invitation.with_addresses(await transport.addresses())
     told["end"], told["loop"] = asyncio.Event(), asyncio.get_running_loop()

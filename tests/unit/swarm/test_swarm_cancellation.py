@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from diloco.swarm.node.audit import TransferAudit
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.plan import Authority, Entry, Plan
 from diloco.swarm.simulator import virtual_clock
@@ -54,7 +55,9 @@ def test_a_reducers_wait_for_parts(ticks: int) -> None:
         posting = worker.posting(values(0))
         entry = Entry(worker.name, PresentWorker(0, posting.header, b""))
         plan = Plan(posting.key, Authority(1, 0, 1), worker.name, (entry,), (0,), False, posting.max_norm_ratio)
-        transfer = Transfer(plan, posting, worker.node.transport, 10.0, worker.node.outcomes.notary, [], 10.0)
+        transfer = Transfer(
+            plan, posting, worker.node.transport, 10.0, worker.node.outcomes.notary, TransferAudit(plan), 10.0
+        )
         return await is_cancelled(lambda: transfer._wait_until(lambda: False, 10.0), transfer._notify, ticks)
 
     assert virtual_clock.run(work())

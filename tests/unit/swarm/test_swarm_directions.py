@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.swarm.audit.transfer import AuditedTransfer
 from diloco.swarm.node.led_round import LedRound
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.certificate import compares_directions
@@ -311,7 +312,7 @@ def test_one_of_three_has_no_other_one_refused_by_a_false_direction_and_is_banne
         members = await founded(swarm, 3)
         liar = members[2]
 
-        def change(transfer: Transfer, right: list[float]) -> list[float]:
+        def change(audit: AuditedTransfer, right: list[float]) -> list[float]:
             return [-1.0, *right[1:]]
 
         tells_directions(liar, change, monkeypatch)

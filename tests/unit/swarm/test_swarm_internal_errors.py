@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from diloco.swarm.audit.transfer import AuditedTransfer
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.led_round import LedRound
 from diloco.swarm.node.outcomes import Outcomes
-from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.messages import AskOutcome, OpenMean
 from diloco.swarm.protocol.wire import encode
 from diloco.swarm.simulator.stories import founded, rounds, told
@@ -42,18 +42,18 @@ def test_a_leader_whose_program_fails_says_so_and_the_next_one_leads(monkeypatch
 
 def test_a_fault_in_a_transfer_blames_no_other_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 2 cannot add up the norm of the means that it gets."""
-    squared_norm = Transfer._squared_norm
+    squared_norm = AuditedTransfer._squared_norm
 
     async def story(swarm: MemorySwarm) -> tuple[list[Any], list[list[Any]]]:
         workers = await founded(swarm, 4)
         await rounds(workers, 1)
 
-        def fail(transfer: Transfer, *given: Any) -> float:
-            if transfer._transport.peer == workers[2].name:
+        def fail(audit: AuditedTransfer, mean: memoryview) -> float:
+            if audit.me == workers[2].name:
                 raise ZeroDivisionError("no norm")
-            return squared_norm(transfer, *given)
+            return squared_norm(audit, mean)
 
-        monkeypatch.setattr(Transfer, "_squared_norm", fail)
+        monkeypatch.setattr(AuditedTransfer, "_squared_norm", fail)
         posts = [worker.post(values(i, 1, 20_000), sequence=1) for i, worker in enumerate(workers)]
         ended = await asyncio.gather(*posts)
         return [outcome.contributors for outcome, _ in ended], [faults(worker) for worker in workers]

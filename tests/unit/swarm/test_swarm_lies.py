@@ -28,12 +28,7 @@ from diloco.swarm.node.led_round import LedRound
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.certificate import (
     Certificate,
-    CertifiedPlan,
-    LongParts,
-    ShownPart,
     SignedRange,
-    TwoPlans,
-    TwoRanges,
     certify,
     directions_bytes,
     range_digests,
@@ -42,6 +37,7 @@ from diloco.swarm.protocol.certificate import (
 from diloco.swarm.protocol.messages import Proof, decode
 from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Authority, Entry
+from diloco.swarm.protocol.proofs import CertifiedPlan, LongParts, ShownPart, TwoPlans, TwoRanges
 from diloco.swarm.protocol.wire import Malformed, encode
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.sidecar.snapshots import write
@@ -341,7 +337,7 @@ def test_a_vote_for_two_plans_of_one_authority_is_a_proof_and_votes_in_two_attem
             return CertifiedPlan(made, certificate)
 
         def guilty(one: CertifiedPlan, other: CertifiedPlan) -> list[str]:
-            return sorted(judge.liars._two_plans(TwoPlans(one, other, {})))
+            return sorted(workers[3].auditor.liars._two_plans(TwoPlans(one, other, {})))
 
         names = [worker.name for worker in workers]
         both = guilty(ended([0, 1], 1), ended([1, 2], 1))
@@ -390,8 +386,9 @@ def ask_first(worker: MemoryWorker, liars: list[MemoryWorker]) -> None:
     states, names = worker.node.states, {liar.name for liar in liars}
     sources = states._sources
     states._sources = lambda: sorted(sources(), key=lambda peer: peer.name not in names)  # type: ignore[method-assign]
-    of = states.witnesses.of
-    states.witnesses.of = lambda name: sorted(of(name), key=lambda one: one not in names)  # type: ignore[method-assign]
+    witnesses = worker.auditor.witnesses
+    of = witnesses.of
+    witnesses.of = lambda name: sorted(of(name), key=lambda one: one not in names)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("behind", [False, True])

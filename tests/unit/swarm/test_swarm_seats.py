@@ -118,7 +118,7 @@ def test_a_banned_person_does_not_come_back_with_a_new_key_and_the_same_invitati
         liar = await swarm.start()
         await liar.catch_up()
         for worker in workers[:3]:
-            worker.node.outcomes.liars.ban(liar.name, "NaN")
+            worker.auditor.liars.ban(liar.name, "NaN")
         stop(swarm, liar)
         swarm.invitation = usual  # type: ignore[method-assign]
         newcomer = await swarm.start()

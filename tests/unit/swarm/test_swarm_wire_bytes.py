@@ -16,16 +16,12 @@ from diloco.swarm.node import comparisons
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.certificate import (
     Certificate,
-    CertifiedPlan,
-    LongParts,
-    ShownPart,
     SignedRange,
-    TwoPlans,
-    TwoRanges,
     Vote,
 )
 from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Authority
+from diloco.swarm.protocol.proofs import CertifiedPlan, LongParts, ShownPart, TwoPlans, TwoRanges
 from diloco.swarm.protocol.status import MemberStatus, RunStatus, Status
 from diloco.swarm.protocol.wire import PROTOCOL, PeerMessage, encode
 from diloco.swarm.simulator.workers import NAMES, SEEDS, plan

@@ -6,39 +6,31 @@ number of members say the same.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 
 from diloco.swarm.audit.norms import Encoding, are_long, has_signed_contribution
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node.calls import Calls
+from diloco.swarm.node.joining import save
 from diloco.swarm.node.members import Members
 from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.certificate import (
-    Agreed,
-    Certificate,
-    CertifiedPlan,
-    LongParts,
-    TwoPlans,
-    TwoRanges,
-    Vote,
-    reducers,
-)
+from diloco.swarm.protocol.certificate import Agreed, Certificate, Vote, reducers
 from diloco.swarm.protocol.messages import Done, Proof
 from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Plan, parse_header
+from diloco.swarm.protocol.proofs import CertifiedPlan, LongParts, TwoPlans, TwoRanges
+from diloco.swarm.protocol.quorum import Quorum
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
 
 logger = logging.getLogger(__name__)
 
 
 class Liars:
-    def __init__(self, members: Members, calls: Calls, notary: Notary) -> None:
+    def __init__(self, members: Members, calls: Calls, notary: Notary, quorum: Quorum) -> None:
         self._members = members
         self._calls = calls
         self._notary = notary
-        self.on_ban: Callable[[], None] = lambda: None
-        self.is_majority: Callable[[int, Collection[str]], bool] = lambda *_: False
-        """(round, voters) -> whether these are most of the members that counted for it (protocol/quorum.py)."""
+        self._quorum = quorum
         self.encodings: dict[int, Encoding] = {}
         """Fragment -> the encoding of contributions to the rounds that this worker has posted."""
 
@@ -106,7 +98,7 @@ class Liars:
         if leader is not None and all(
             leader in end.certificate.signatures
             and self._notary.has_voted(end.plan, leader, end.certificate)
-            and self.is_majority(sequence, end.certificate.signatures)
+            and self._quorum.was_majority_in(sequence, end.certificate.signatures)
             for end in (one, other)
         ):
             guilty[leader] = f"it led round {sequence} to two ends"
@@ -176,7 +168,7 @@ class Liars:
         number = self._members.number_of(peer)
         self._members.on_event("member_banned", {"peer": peer, "number": number, "label": "", "reason": reason})
         self._members.expel()
-        self.on_ban()
+        save(self._members)
 
     async def _tell(self, peer: str, proof: Proof) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The norms of what arrives in a transfer: of parts against their sender's header, of a mean against all headers."""
+"""The proof that a contribution is longer than its header claims: some of its parts, which its author has signed."""
 
 import math
 from collections.abc import Sequence
@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from diloco.codecs.base import Codec
 from diloco.codecs.registry import codec
 from diloco.engines.rounds import RoundKey
 from diloco.swarm.audit import merkle
-from diloco.swarm.protocol.certificate import LongParts
 from diloco.swarm.protocol.notary import Notary
-from diloco.swarm.protocol.plan import Plan, parse_header
+from diloco.swarm.protocol.plan import parse_header
+from diloco.swarm.protocol.proofs import LongParts
 from diloco.swarm.protocol.wire import Malformed
 from diloco.swarm.trainer import PostedRound, PresentWorker
 
@@ -75,33 +74,3 @@ def has_signed_contribution(
     notary: Notary, peer: str, key: RoundKey, contribution: PresentWorker, signature: bytes
 ) -> bool:
     return notary.has_signed(peer, signature, "contribution", key, contribution.header, contribution.root)
-
-
-class NormCheck:
-    """The check of the norms of one transfer."""
-
-    def __init__(self, plan: Plan, codec: Codec) -> None:
-        self._plan = plan
-        self._codec = codec
-        self._squares = dict.fromkeys((entry.peer for entry in plan.contributors), 0.0)
-        """The squared norm of the parts that have arrived from each contributor."""
-
-    def add(self, squares: list[float]) -> tuple[str, str] | None:
-        """Add the squared norms of more parts, one for each contributor. Returns a contributor that has now sent more
-        than the norm in its header, and the reason to give."""
-        for entry, square in zip(self._plan.contributors, squares, strict=True):
-            claimed = entry.parsed.claim.norm
-            total = self._squares[entry.peer] = self._squares[entry.peer] + square
-            norm = math.sqrt(total) if math.isfinite(total) else math.inf
-            if not norm <= claimed * self._codec.norm_slack:
-                return entry.peer, f"its parts have the norm {norm:.3g}, it claimed {claimed:.3g}"
-        return None
-
-    def fault_of_mean(self, squares: float) -> str | None:
-        """The fault of a reducer's part of the mean, if it has one: a mean is finite, and never longer than the longest
-        contribution in it."""
-        longest = self._plan.longest
-        slack = self._codec.norm_slack * self._codec.for_means.norm_slack
-        if math.isfinite(squares) and math.sqrt(squares) <= longest * slack:
-            return None
-        return f"its part of the mean is longer than any contribution ({longest:.3g})"

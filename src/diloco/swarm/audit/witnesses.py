@@ -13,15 +13,20 @@ import logging
 import random
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
+from diloco.swarm.audit.liars import Liars
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.node.audit import AnotherState, StateAudit
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.members import Members
 from diloco.swarm.protocol import timing
+from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.messages import AskStateDigest, StateDigest
+from diloco.swarm.protocol.quorum import Quorum
 from diloco.swarm.protocol.wire import Malformed
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.trainer import Snapshot
@@ -32,14 +37,26 @@ _KEPT = 4
 _MOST_TAKES = 3  # of the state between two rounds, where a digest of failed rounds is asked for
 _OWN = "start."
 _MAX_HEADER_BYTES = 1 << 26
+_MANY = 3  # workers of a plan: the certificate of fewer shows nothing
 
 
 class Witnesses:
-    def __init__(self, members: Members, calls: Calls, snapshot: Callable[[], Awaitable[Snapshot | None]]) -> None:
-        """`snapshot`: this worker's state now."""
+    def __init__(
+        self,
+        members: Members,
+        calls: Calls,
+        liars: Liars,
+        quorum: Quorum,
+        take_snapshot: Callable[[], Awaitable[Snapshot | None]],
+    ) -> None:
+        """`take_snapshot`: gives this worker's state now."""
         self._members = members
         self._calls = calls
-        self._snapshot = snapshot
+        self._liars = liars
+        self._quorum = quorum
+        self._take_snapshot = take_snapshot
+        self._refused_since: float | None = None
+        """When this worker first refused a state that other members do not have."""
         self._known: dict[int, bytes] = {}
         """The digests of this worker's last states, by the first round that is not in each."""
         self._last: tuple[weakref.ref[SharedMemory], bytes] | None = None
@@ -71,7 +88,7 @@ class Witnesses:
 
     async def _take(self) -> None:
         try:
-            snapshot = await self._snapshot()
+            snapshot = await self._take_snapshot()
             if snapshot is not None:
                 await self.digest(snapshot, own=True)
         except Malformed as problem:
@@ -94,11 +111,74 @@ class Witnesses:
 
     def forget(self) -> None:
         """This worker takes over another state."""
+        self._refused_since = None
         self._known.clear()
         self._last = None
         self._takes = 0
 
     # Asking witnesses
+
+    def disagreement_seconds(self) -> float:
+        """How long ago this worker first refused a state; 0 if it has not."""
+        return 0.0 if self._refused_since is None else clock.now() - self._refused_since
+
+    @asynccontextmanager
+    async def check(
+        self,
+        source: str,
+        snapshot: Snapshot,
+        digest: bytes,
+        *,
+        is_newcomer: bool,
+        ask_end: Callable[[int], Awaitable[Agreed | None]],
+    ) -> AsyncIterator[StateAudit]:
+        """Audit.check_state (node/audit.py)."""
+        sequence = snapshot.numbers["sequence"]
+        asked = self.of(source)
+        asking: asyncio.Task[dict[str, bytes]] | None = None
+        try:
+            if not asked:
+                await self._check_lone_source(sequence, ask_end)
+            seconds = timing.WITNESS_SHARE * self._members.settings.stall_seconds
+            asking = asyncio.create_task(self.ask(asked, sequence, digest, seconds))
+            yield _OfferedState(self, source, digest, asked, asking, is_newcomer=is_newcomer)
+        except AnotherState:
+            self._refused_since = self._refused_since or clock.now()
+            raise
+        finally:
+            if asking is not None:
+                asking.cancel()
+
+    async def _check_lone_source(self, sequence: int, ask_end: Callable[[int], Awaitable[Agreed | None]]) -> None:
+        """Check a source that has no witness. A worker that was in rounds of three or more asks it for a certificate.
+        Raises AnotherState."""
+        last = self._quorum.last_plan
+        if last is None or len(last.entries) < _MANY or sequence <= last.key.sequence + 1:
+            return
+        if await ask_end(sequence - 1) is None:
+            raise AnotherState(f"no other member is there, and it shows no certificate of round {sequence - 1}")
+
+    def compare(self, digest: bytes, witnesses: Mapping[str, bytes], asked: Sequence[str], is_newcomer: bool) -> None:
+        """Raises AnotherState unless most members have this state. If no state has most for long, a worker that was in
+        rounds takes one that half of all members have; and when a smaller side may go on as a run of its own, one that
+        no other state outnumbers."""
+        if most_have(digest, witnesses, asked=len(asked)):
+            return
+        same = sum(other == digest for other in witnesses.values())
+        if not is_newcomer:
+            settings = self._members.settings
+            refused_seconds = self.disagreement_seconds()
+            half = 2 * (1 + same) >= 1 + len(asked) and refused_seconds > settings.stall_seconds
+            alone = refused_seconds > settings.minority_seconds
+            if half or (alone and none_has_more(digest, witnesses)):
+                return
+        raise AnotherState(f"{same} of {len(asked)} other members have the same state")
+
+    async def check_whole(self, source: str, snapshot: Snapshot, digest: bytes) -> None:
+        """Raises AnotherState if the state that has come is not the one that was said to come."""
+        if await self.digest(snapshot, own=False) != digest:
+            self._liars.record_unproved(source, "it sent another state than it said")
+            raise AnotherState("it sent another state than it said")
 
     def of(self, source: str) -> list[str]:
         """All other members that have the state, in the order in which they are asked about that of `source`."""
@@ -163,6 +243,34 @@ class Witnesses:
                 return None
             await asyncio.sleep(timing.POLL_SECONDS)
         return None
+
+
+class _OfferedState(StateAudit):
+    def __init__(
+        self,
+        witnesses: Witnesses,
+        source: str,
+        digest: bytes,
+        asked: Sequence[str],
+        asking: "asyncio.Task[dict[str, bytes]]",
+        *,
+        is_newcomer: bool,
+    ) -> None:
+        """`asking`: gives the digests of those of the `asked` that tell theirs."""
+        self._witnesses = witnesses
+        self._source = source
+        self._digest = digest
+        self._asked = asked
+        self._asking = asking
+        self._is_newcomer = is_newcomer
+
+    def check(self) -> None:
+        if self._asking.done():
+            self._witnesses.compare(self._digest, self._asking.result(), self._asked, self._is_newcomer)
+
+    async def end(self, snapshot: Snapshot) -> None:
+        await self._witnesses.check_whole(self._source, snapshot, self._digest)
+        self._witnesses.compare(self._digest, await self._asking, self._asked, self._is_newcomer)
 
 
 def most_have(digest: bytes, witnesses: Mapping[str, bytes], *, asked: int) -> bool:

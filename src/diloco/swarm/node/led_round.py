@@ -19,7 +19,6 @@ from msgspec import structs
 
 from diloco.core.config import Merge
 from diloco.engines.rounds import RoundKey
-from diloco.swarm.audit.directions import find_opposed
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.participant import Participant
@@ -59,6 +58,7 @@ class LedRound(LedRoundState):
         self._leader = leader
         self._participant = leader.participant
         self._outcomes = leader.participant.outcomes
+        self._audit = leader.participant.outcomes.audit
         self._heartbeats = leader.participant.heartbeats
         self._waking = leader.participant.members
         super().__init__(
@@ -86,7 +86,7 @@ class LedRound(LedRoundState):
         self._outcomes.notary.check_vote(self.plan, sender, vote)
         self.votes[sender] = vote
         if any(other.mean != vote.mean for other in self.votes.values()):
-            self._outcomes.liars.compare(self.plan, list(self.votes.values()))
+            self._audit.compare_means(self.plan, list(self.votes.values()))
         self._waking.changed()
 
     def record_opposed(self, message: Opposed) -> None:
@@ -94,9 +94,9 @@ class LedRound(LedRoundState):
         Malformed."""
         assert self.plan is not None
         self._outcomes.notary.check_ranges(self.plan, message.num_parts, message.ranges)
-        self.opposed |= find_opposed(self.plan, message.num_parts, message.ranges).keys()
+        self.opposed |= self._audit.find_opposed(self.plan, message.num_parts, message.ranges)
         unsigned = Vote(message.num_parts, message.ranges, bytes(SIGNATURE_BYTES))
-        self._outcomes.liars.compare(self.plan, [unsigned, *self.votes.values()])
+        self._audit.compare_means(self.plan, [unsigned, *self.votes.values()])
         self._waking.changed()
 
     async def run(self) -> None:
@@ -120,7 +120,7 @@ class LedRound(LedRoundState):
         leader."""
         answers = await inquire_in_turn(self._participant, self.key, self.authority, self._leader.wait_for_earlier)
         if (plan := answers.plan) is not None:
-            self._outcomes.liars.compare(plan, list(answers.votes(plan).values()))
+            self._audit.compare_means(plan, list(answers.votes(plan).values()))
         certificate = self.judge_inquiry(answers, self._waking.permissions.bans())
         if plan is not None and certificate is not None:
             await self._commit(plan, certificate)

@@ -18,8 +18,8 @@ The life of a round: what is decided (protocol/), and what carries it out (in th
                                                                    led_round.py, protocol/certificate.py
     9. Each keeps the last means. A worker that missed the Commit fetches the mean; one that is not in the plan has
        failed the round, and fetches the others' state             outcomes.py, state_transfer.py
-   10. Beside training all check the mean against what was contributed      audit/mean_check.py
 
+What serves only against workers that lie is asked through the hooks of audit.py, and lies in audit/.
 Heartbeats (heartbeats.py) tell which members are live. Every call and stream of a peer comes in here, and the peer's
 credential is checked before anything else.
 """
@@ -27,7 +27,7 @@ credential is checked before anything else.
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +38,24 @@ from diloco.swarm.network.known_peers import KnownPeer, PeersFile, read_peers
 from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.node.audit import Audit, AuditedNode
 from diloco.swarm.node.calls import Calls, addressed, name_process, open_addressed
 from diloco.swarm.node.file_transfer import SharedFiles, fetch_file
 from diloco.swarm.node.frames import read_frame
 from diloco.swarm.node.heartbeats import Heartbeats
-from diloco.swarm.node.joining import join, look_for_others, save, settle_number
+from diloco.swarm.node.joining import join, look_for_others, settle_number
 from diloco.swarm.node.leader import Leader
 from diloco.swarm.node.members import Members
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.own_checks import OwnChecks
 from diloco.swarm.node.participant import Participant
-from diloco.swarm.node.state_transfer import StateTransfer
+from diloco.swarm.node.state_transfer import SharedSnapshot, StateTransfer
 from diloco.swarm.protocol import messages, timing
 from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.joining import give_number
 from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Plan
+from diloco.swarm.protocol.quorum import Quorum
 from diloco.swarm.protocol.status import MemberStatus, OwnStatus, RunStatus
 from diloco.swarm.protocol.wire import PROTOCOL, Malformed, PeerMessage, encode
 from diloco.swarm.run_files import PEERS_FILE, REVOCATIONS_FILE
@@ -72,7 +74,15 @@ _MAX_HELLO_BYTES = 8192
 
 
 class Node:
-    def __init__(self, transport: Transport, permissions: Permissions, settings: Settings, trainer: Trainer) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        permissions: Permissions,
+        settings: Settings,
+        trainer: Trainer,
+        audit: Callable[[AuditedNode], Audit],
+    ) -> None:
+        """`audit`: the class of its audit; a run's is `Auditor` (audit/auditor.py)."""
         self.transport = transport
         self.permissions = permissions
         self.settings = settings
@@ -84,12 +94,14 @@ class Node:
         calls = Calls(self.members, self._answer)
         notary = Notary(permissions.run_id, transport.peer, load_seed(settings.path(f"{settings.name}.key")))
         notary.is_invited = permissions.has_seat
-        self.outcomes = Outcomes(self.heartbeats, calls, notary)
-        self.outcomes.liars.on_ban = lambda: save(self.members)
+        quorum = Quorum(self.members)
+        snapshot = SharedSnapshot(trainer)
+        self.audit = audit(AuditedNode(self.members, calls, notary, quorum, snapshot.take))
+        self.outcomes = Outcomes(self.heartbeats, calls, notary, quorum, self.audit)
         self.outcomes.on_end = self._on_round_end
         self.participant = Participant(self.outcomes)
         self.leader = Leader(self.participant, self._hurry)
-        self.states = StateTransfer(self.outcomes, trainer)
+        self.states = StateTransfer(self.outcomes, trainer, snapshot)
         self.files = SharedFiles()
         self._own_checks = OwnChecks(self.participant, trainer, self._emit)
         self._peers_file = PeersFile(
@@ -251,7 +263,6 @@ class Node:
         self.participant.transfers.expect_slower(agreed.late, self.settings.lost_seconds)
         self.members.attendance.record(agreed, [peer.name for peer in self.members.with_state()])
         self.participant.leaders.patience_seconds = self.leader.patience_seconds
-        self.outcomes.liars.count_offences(agreed)
 
     # For the peers
 
@@ -323,14 +334,6 @@ class Node:
                 return self.outcomes.answer_ends(request)
             case messages.RoundsLost():
                 return self.outcomes.answer_lost(peer, request)
-            case messages.AskStateDigest():
-                return self.states.witnesses.answer(request)
-            case messages.Projections():
-                return self.outcomes.check.record(peer, request)
-            case messages.AskPart():
-                return await self.outcomes.check.show(peer, request)
-            case messages.Proof():
-                return self.outcomes.liars.answer(request)
             case messages.Ready():
                 return self.leader.answer_ready(peer, request)
             case messages.Complete():
@@ -345,7 +348,7 @@ class Node:
                 return self.participant.answer_commit(peer, request)
             case messages.Inquire():
                 return self.participant.answer_inquiry(peer, request)
-        raise Malformed(f"{type(request).__name__} is not a request")
+        return await self.audit.answer(peer, request)
 
     async def _on_stream(self, stream: Stream) -> None:
         try:

@@ -14,11 +14,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diloco.swarm.audit.liars import Liars
-from diloco.swarm.audit.mean_check import MeanCheck
 from diloco.swarm.network.limits import LruCache
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.node.audit import Audit
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.frames import DataFrames, write_frame
 from diloco.swarm.node.heartbeats import Heartbeats
@@ -50,16 +49,14 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Outcomes:
-    def __init__(self, heartbeats: Heartbeats, calls: Calls, notary: Notary) -> None:
+    def __init__(self, heartbeats: Heartbeats, calls: Calls, notary: Notary, quorum: Quorum, audit: Audit) -> None:
         self.heartbeats = heartbeats
         self.members = heartbeats.members
         self.calls = calls
         self.notary = notary
-        self.liars = Liars(self.members, calls, notary)
-        self.check = MeanCheck(self.members, calls, self.liars)
+        self.quorum = quorum
+        self.audit = audit
         self.recent = RecentRounds(Path(self.members.settings.folder))
-        self.quorum = Quorum(self.members)
-        self.liars.is_majority = self.quorum.was_majority_in
         self.heartbeats.ended_plan = self._ended_plan
         self.heartbeats.on_other_end = self._compare_ends
         self._told_lost: LruCache[float] = LruCache(MAX_WORKERS)
@@ -114,7 +111,7 @@ class Outcomes:
             logger.info("round %d: most members that count have not voted for it", round_.sequence)
             return False
         if certificate.mean != round_.vote.mean:
-            self.liars.compare(round_.plan, (round_.vote, certificate))
+            self.audit.compare_means(round_.plan, (round_.vote, certificate))
             return False
         round_.certify(certificate)
         self.succeed(round_, round_.plan)
@@ -147,8 +144,7 @@ class Outcomes:
         agreed = Agreed(plan, round_.certificate)
         self.on_end(agreed)
         kept = self.recent.get(round_.sequence)
-        if kept is not None:
-            self.check.begin(agreed, round_.posted, round_.leaves, kept.mean, self.recent.copied)
+        round_.audit.end(agreed, None if kept is None else kept.mean, self.recent.copied)
         round_.succeed(plan)
         self.members.changed()
 
@@ -306,7 +302,7 @@ class Outcomes:
                 raise Malformed("another round, or one without a certificate")
             self.notary.check(answer.plan, answer.certificate)
         except Malformed as lie:
-            self.liars.record_unproved(peer, str(lie))
+            self.audit.record_offence(peer, str(lie))
             raise
         agreed = Agreed(answer.plan, answer.certificate)
         own = self.recent.get(answer.plan.key.sequence)
@@ -319,7 +315,7 @@ class Outcomes:
         ends = (own.plan.key.sequence, other.plan.digest)
         if ends not in self._settled:
             self._settled.append(ends)
-            self.liars.compare_ends(own, other)
+            self.audit.compare_ends(own, other)
 
     async def fetch_mean(self, agreed: Agreed, peer: str, moved: Callable[[], None] = lambda: None) -> bytes:
         """The encoded mean of an ended round; `moved` is called for each piece. Raises Unreachable or Malformed."""
@@ -344,7 +340,7 @@ class Outcomes:
         try:
             await asyncio.get_running_loop().run_in_executor(None, check, agreed.plan, agreed.certificate, data)
         except Malformed as lie:
-            self.liars.record_unproved(peer, str(lie))
+            self.audit.record_offence(peer, str(lie))
             raise
         return bytes(data)
 

@@ -13,18 +13,15 @@ import logging
 
 from msgspec import structs
 
-from diloco.swarm.audit import merkle
-from diloco.swarm.audit.directions import find_opposed
-from diloco.swarm.audit.norms import Encoding
-from diloco.swarm.audit.own_contributions import hash_parts
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.node.audit import Lie
 from diloco.swarm.node.joining import settle_number
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.round import OwnRound
 from diloco.swarm.node.transfer import Transfer, TransferFailed
 from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.certificate import Vote
+from diloco.swarm.protocol.certificate import SignedRange, Vote
 from diloco.swarm.protocol.following import RoundFollower, StartTransfer, UnknownSeat
 from diloco.swarm.protocol.messages import (
     Commit,
@@ -51,6 +48,7 @@ logger = logging.getLogger(__name__)
 class Participant:
     def __init__(self, outcomes: Outcomes) -> None:
         self.outcomes = outcomes
+        self.audit = outcomes.audit
         self.calls = outcomes.calls
         self.heartbeats = outcomes.heartbeats
         self.members = outcomes.members
@@ -72,18 +70,17 @@ class Participant:
         """Returns when the round has ended, or its deadline is over."""
         await self.outcomes.recent.copied()  # a mean may be kept in the memory of this round
         status = self.members.status
-        leaves = await hash_parts(posted)
+        audit = await self.audit.post(posted)
         round_ = OwnRound(
             posted,
             status.number,
             clock.now(),
             authority=self.follower.take_promise(posted.key.sequence),
-            root=merkle.root(leaves),
-            leaves=leaves,
+            root=audit.root,
+            audit=audit,
         )
         self.rounds[posted.key.sequence] = round_
         self.layout = own_terms(posted).layout
-        self.outcomes.liars.encodings[posted.key.fragment] = Encoding.of(posted)
         status.post(round_.sequence, min(self.rounds))
         if round_.sequence <= self.outcomes.quorum.last_voted:
             round_.fail("this worker has voted in it before, and given it up")
@@ -107,7 +104,7 @@ class Participant:
             round_.stop_transfer()
             self.rounds.pop(round_.sequence, None)
             status.leave_round(min(self.rounds, default=-1))
-        await self.outcomes.check.own.copied()
+        await self.audit.copied()
         if round_.certificate is None:
             self.outcomes.missed.record(posted.key.fragment, ())
         status.spend(round_.sequence)
@@ -219,14 +216,13 @@ class Participant:
         plan = decision.plan
         round_.stop_transfer()
         if plan.has_mean:
-            self.outcomes.check.own.keep(plan, round_.posted, round_.leaves)
             round_.transfer = Transfer(
                 plan,
                 round_.posted,
                 self.calls.transport,
                 self.settings.stall_seconds,
                 self.outcomes.notary,
-                round_.leaves,
+                round_.audit.follow(plan),
                 decision.patience_seconds,
             )
         round_.task = self.members.faults.start(self._follow(round_, plan), "following a plan")
@@ -256,7 +252,7 @@ class Participant:
                 self.transfers.record(plan, clock.now() - started, round_.transfer.rates)
             if round_.authority.leader > plan.authority.leader:
                 return  # a later leader has asked meanwhile, and was told that this worker lacks the mean
-            if round_.transfer is not None and self._is_opposed(round_, plan):
+            if round_.transfer is not None and self._has_opposed(round_, plan, round_.transfer.ranges):
                 ranges = round_.transfer.ranges
                 message = Opposed(round_.sequence, plan.authority, round_.posted.num_parts, ranges)
                 await self._tell_leader(round_, plan, message)
@@ -267,24 +263,21 @@ class Participant:
             message = Complete(round_.sequence, plan.authority, vote)
         except TransferFailed as problem:
             logger.info("round %d: no transfer with %s: %s", round_.sequence, problem.peer, problem)
-            if not problem.lie:
-                self.heartbeats.beat_soon(problem.peer)
-            self._record_lie(plan, problem)
+            self.heartbeats.beat_soon(problem.peer)
             message = Trouble(
-                round_.sequence, plan.authority, problem.peer, str(problem)[:200], problem.lie, problem.withheld
+                round_.sequence, plan.authority, problem.peer, str(problem)[:200], withheld=problem.withheld
             )
+        except Lie as lie:
+            logger.info("round %d: a lie of %s: %s", round_.sequence, lie.peer, lie)
+            self.audit.record_lie(lie, round_.sequence)
+            message = Trouble(round_.sequence, plan.authority, lie.peer, str(lie)[:200], lie=True)
         await self._tell_leader(round_, plan, message)
         await self._compare_votes(plan, message)
 
-    def _is_opposed(self, round_: OwnRound, plan: Plan) -> bool:
+    def _has_opposed(self, round_: OwnRound, plan: Plan, ranges: tuple[SignedRange, ...]) -> bool:
         """Whether a contribution to this plan points against the others': then it is not voted for."""
-        assert round_.transfer is not None
-        opposed = find_opposed(plan, round_.posted.num_parts, round_.transfer.ranges)
-        round_.clear({entry.peer for entry in plan.contributors} - opposed.keys())
-        for peer, cosine in opposed.items():
-            logger.info("round %d: the contribution of %s has the cosine %.2f", round_.sequence, peer, cosine)
-        if opposed:
-            self.outcomes.check.begin_opposed(plan, round_.posted, round_.transfer.ranges, opposed.keys())
+        opposed = round_.audit.find_opposed(plan, ranges)
+        round_.clear({entry.peer for entry in plan.contributors} - opposed)
         return bool(opposed)
 
     async def _tell_leader(self, round_: OwnRound, plan: Plan, message: PeerMessage) -> None:
@@ -298,14 +291,6 @@ class Participant:
             except Unreachable as unreachable:
                 self.heartbeats.suspect(plan.leader, unreachable)
             await asyncio.sleep(timing.POLL_SECONDS)
-
-    def _record_lie(self, plan: Plan, problem: TransferFailed) -> None:
-        """Ban a worker whose own signature proves its lie: with a proof for the others, or for this worker alone."""
-        reason = f"round {plan.key.sequence}: {problem}"
-        if problem.proof is not None:
-            self.outcomes.liars.record(problem.proof, reason)
-        elif problem.signed:
-            self.outcomes.liars.ban(problem.peer, reason)
 
     async def _compare_votes(self, plan: Plan, message: PeerMessage) -> None:
         """Show the other workers this vote where no commit comes: if reducers gave workers different means, that proves
@@ -340,7 +325,7 @@ class Participant:
         if round_ is not None and round_.plan is not None and round_.plan.authority == message.authority:
             self.outcomes.notary.check_ranges(round_.plan, message.vote.num_parts, message.vote.ranges)
             if round_.vote is not None:
-                self.outcomes.liars.compare(round_.plan, (round_.vote, message.vote))
+                self.audit.compare_means(round_.plan, (round_.vote, message.vote))
         return Done()
 
     def _vote(self, round_: OwnRound, plan: Plan) -> Vote:

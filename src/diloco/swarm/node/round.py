@@ -4,8 +4,8 @@ import asyncio
 from dataclasses import dataclass, field, replace
 
 from diloco.engines.rounds import RoundPhases
-from diloco.swarm.audit import merkle
 from diloco.swarm.node import clock
+from diloco.swarm.node.audit import RoundAudit
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.certificate import Vote
 from diloco.swarm.protocol.plan import Plan
@@ -15,8 +15,7 @@ from diloco.swarm.trainer import RoundOutcome
 
 @dataclass(eq=False)
 class OwnRound(RoundState):
-    leaves: merkle.Tree = field(default_factory=lambda: merkle.Tree([]))
-    """The tree over the posted parts."""
+    audit: RoundAudit = field(default_factory=RoundAudit)
     transfer: Transfer | None = None
     task: "asyncio.Task[None] | None" = None
     bytes_sent: int = 0

@@ -4,9 +4,9 @@ A source serves a snapshot that its trainer makes beside training; no worker wai
 that end during it follow: all members keep some, and the source keeps all since its snapshot until the reader has the
 state (node/recent_rounds.py), on its disk where they are large. So a slow line catches up, and a worker that missed a
 round or two needs no snapshot at all. Slow readers hold no place of others (places.py). If a source dies or is slow,
-another one is asked (`fetch_first`). A state is taken over only if other members have the same (witnesses.py), and a
-mean only with its certificate. Everything that arrives has a bounded size; nothing is unpickled (safetensors and
-numbers).
+another one is asked (`fetch_first`). A state is taken over only if the audit finds that other members have the same
+(audit.py), and a mean only with its certificate. Everything that arrives has a bounded size; nothing is unpickled
+(safetensors and numbers).
 """
 
 import asyncio
@@ -15,13 +15,14 @@ import random
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from diloco.errors import EngineError, Excluded
-from diloco.swarm.audit.witnesses import Witnesses, most_have, none_has_more
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
+from diloco.swarm.node.audit import AnotherState
 from diloco.swarm.node.frames import read_frame, write_frame
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.places import Places, ReaderPlace
@@ -42,7 +43,6 @@ LARGEST_STATE = 1 << 42
 _CHUNK_BYTES = 1 << 20
 _MAX_HEAD_BYTES = 1 << 16
 _MAX_READERS = 3
-_MANY = 3
 
 
 @dataclass
@@ -96,10 +96,6 @@ class _Base:
     sequence: int
 
 
-class _NotTheSame(Exception):
-    """Other members have another state than the source."""
-
-
 class _NotVotedFor(Exception):
     """Most members that count have not voted for a mean that the source shows."""
 
@@ -108,21 +104,33 @@ class _NoLongerKept(Exception):
     """The means that the trainer lacks are too old: it needs a snapshot."""
 
 
+class SharedSnapshot:
+    """The trainer's state now. Several that ask for it at the same moment share one snapshot."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._snapshot: asyncio.Future[Snapshot | None] | None = None
+
+    async def take(self) -> Snapshot | None:
+        if self._snapshot is None:
+            self._snapshot = asyncio.ensure_future(self._trainer.snapshot())
+            self._snapshot.add_done_callback(lambda _: setattr(self, "_snapshot", None))
+        return await asyncio.shield(self._snapshot)
+
+
 class StateTransfer:
-    def __init__(self, outcomes: Outcomes, trainer: Trainer) -> None:
+    def __init__(self, outcomes: Outcomes, trainer: Trainer, snapshot: SharedSnapshot) -> None:
         self.outcomes = outcomes
+        self.audit = outcomes.audit
+        self.snapshot = snapshot
         self.recent = outcomes.recent
         self._trainer = trainer
         self.members = outcomes.members
         self.heartbeats = outcomes.heartbeats
         self._stall_seconds = self.members.settings.stall_seconds
         self._places = Places(_MAX_READERS, timing.TURN_SHARE * self.members.settings.lost_seconds)
-        self._snapshot: asyncio.Future[Snapshot | None] | None = None
-        self.witnesses = Witnesses(self.members, outcomes.calls, self._shared_snapshot)
         self.most_bytes = LARGEST_STATE
         """A state of this run is no larger, as the trainer says."""
-        self._refused_since: float | None = None
-        """When this worker first refused a state that other members do not have."""
         self._ended: tuple[dict[int, bytes], list[Plan]] = ({}, [])
         """The ends of rounds for the source of the state that was fetched last, and the plans of later means."""
         self._without_means: set[str] = set()
@@ -138,13 +146,13 @@ class StateTransfer:
             await place.run(self._send(stream, place))
 
     async def _send(self, stream: Stream, place: ReaderPlace) -> None:
-        snapshot = await self._shared_snapshot()
+        snapshot = await self.snapshot.take()
         if snapshot is None:
             await write_frame(stream, encode(NotHere()), self._stall_seconds)
             return
         self.recent.hold(stream.peer, snapshot.numbers["sequence"])
         view = snapshot.data.view
-        digest = await self.witnesses.digest(snapshot, own=True)
+        digest = await self.audit.digest_of(snapshot)
         head = StateHead(dict(snapshot.numbers), snapshot.layout_digest, snapshot.note, len(view), digest)
         await write_frame(stream, encode(head), self._stall_seconds)
         for first in range(0, len(view), _CHUNK_BYTES):
@@ -162,13 +170,6 @@ class StateTransfer:
             idle = self.recent.idle_seconds(peer) > timing.IDLE_SHARE * self._stall_seconds
             if known is None or not known.live or caught_up or idle:
                 self.recent.release(peer)
-
-    async def _shared_snapshot(self) -> Snapshot | None:
-        """Several requests at the same moment share one snapshot."""
-        if self._snapshot is None:
-            self._snapshot = asyncio.ensure_future(self._trainer.snapshot())
-            self._snapshot.add_done_callback(lambda _: setattr(self, "_snapshot", None))
-        return await asyncio.shield(self._snapshot)
 
     # Fetching
 
@@ -198,7 +199,7 @@ class StateTransfer:
             if fetched is not None:
                 self._record(fetched)
                 return fetched
-            disagree = self._refused_seconds > timing.DISAGREEMENT_SHARE * self._stall_seconds
+            disagree = self.audit.disagreement_seconds() > timing.DISAGREEMENT_SHARE * self._stall_seconds
             if not joiner and len(sources) == 1 and disagree:
                 status.keep_state()  # one member alone is left, and cannot show that it is ahead
                 return None
@@ -242,10 +243,9 @@ class StateTransfer:
             means, plans, sequence = await self._fetch_means(base.sequence, attempt)
             self._ended = (ends, plans)
             return FetchedState(base.snapshot, means, sequence, self._position())
-        except (Unreachable, CallRefused, Malformed, _NoLongerKept, _NotTheSame, _NotVotedFor) as problem:
+        except (Unreachable, CallRefused, Malformed, _NoLongerKept, AnotherState, _NotVotedFor) as problem:
             logger.info("no state from %s: %s", source.name, problem)
-            if isinstance(problem, _NotTheSame):
-                self._refused_since = self._refused_since or clock.now()
+            if isinstance(problem, AnotherState):
                 self._tell_refused(source, str(problem))
             if isinstance(problem, _NoLongerKept | _NotVotedFor):  # its state, as most have it, tells
                 self._without_means.add(source.name)
@@ -270,72 +270,37 @@ class StateTransfer:
 
     async def _fetch_snapshot(self, peer: str, moved: Callable[[], None]) -> Snapshot | None:
         stream = await self.members.transport.open_stream(peer, self._stall_seconds)
-        asking: asyncio.Task[dict[str, bytes]] | None = None
         try:
             await write_frame(stream, encode(OpenState()), self._stall_seconds)
             head = decode(await read_frame(stream, _MAX_HEAD_BYTES, timing.HEAD_SHARE * self._stall_seconds))
             if not isinstance(head, StateHead):
                 return None
             if head.size > self.most_bytes:
-                self.outcomes.liars.record_unproved(peer, "it offered a state that is larger than this run's")
+                self.audit.record_offence(peer, "it offered a state that is larger than this run's")
                 raise Malformed(f"a state of {head.size} bytes; this run's has at most {self.most_bytes}")
             data = SharedMemory.create(head.size)  # the trainer reads it there
             told_at = clock.now()
-            asked = self.witnesses.of(peer)
-            snapshot = _snapshot(head, data)
-            if not asked:
-                await self._check_lone_source(peer, snapshot.numbers["sequence"])
-            asking = asyncio.create_task(
-                self.witnesses.ask(
-                    asked, snapshot.numbers["sequence"], head.digest, timing.WITNESS_SHARE * self._stall_seconds
-                )
-            )
-            for first in range(0, head.size, _CHUNK_BYTES):
-                await stream.read_into(data.view[first : first + _CHUNK_BYTES], self._stall_seconds)
-                moved()
-                if asking.done():
-                    self._compare(head.digest, asking.result(), asked)
-                if clock.now() - told_at >= timing.STATE_TOLD_EVERY:
-                    told_at = clock.now()
-                    received = min(head.size, first + _CHUNK_BYTES)
-                    self._trainer.emit("state_arriving", {"received_bytes": received, "all_bytes": head.size})
-            await stream.write(b"\1", self._stall_seconds)
-            if await self.witnesses.digest(snapshot, own=False) != head.digest:
-                self.outcomes.liars.record_unproved(peer, "it sent another state than it said")
-                raise _NotTheSame("it sent another state than it said")
-            self._compare(head.digest, await asking, asked)
+            snapshot = Snapshot(data, head.numbers, head.layout_digest, head.note)
+            async with self.audit.check_state(
+                peer,
+                snapshot,
+                head.digest,
+                is_newcomer=self.recent.next_to_merge is None,
+                ask_end=partial(self.outcomes.ask, peer),
+            ) as audit:
+                for first in range(0, head.size, _CHUNK_BYTES):
+                    await stream.read_into(data.view[first : first + _CHUNK_BYTES], self._stall_seconds)
+                    moved()
+                    audit.check()
+                    if clock.now() - told_at >= timing.STATE_TOLD_EVERY:
+                        told_at = clock.now()
+                        received = min(head.size, first + _CHUNK_BYTES)
+                        self._trainer.emit("state_arriving", {"received_bytes": received, "all_bytes": head.size})
+                await stream.write(b"\1", self._stall_seconds)
+                await audit.end(snapshot)
             return snapshot
         finally:
-            if asking is not None:
-                asking.cancel()
             stream.close()
-
-    async def _check_lone_source(self, peer: str, sequence: int) -> None:
-        """Check a source that has no witness. A worker that was in rounds of three or more asks it for a certificate.
-        Raises _NotTheSame."""
-        last = self.outcomes.quorum.last_plan
-        if last is None or len(last.entries) < _MANY or sequence <= last.key.sequence + 1:
-            return
-        if await self.outcomes.ask(peer, sequence - 1) is None:
-            raise _NotTheSame(f"no other member is there, and it shows no certificate of round {sequence - 1}")
-
-    @property
-    def _refused_seconds(self) -> float:
-        return 0.0 if self._refused_since is None else clock.now() - self._refused_since
-
-    def _compare(self, digest: bytes, witnesses: dict[str, bytes], asked: list[str]) -> None:
-        """Raises _NotTheSame unless most members have this state. If no state has most for long, a worker that was in
-        rounds takes one that half of all members have; and when a smaller side may go on as a run of its own, one that
-        no other state outnumbers."""
-        if most_have(digest, witnesses, asked=len(asked)):
-            return
-        same = sum(other == digest for other in witnesses.values())
-        if self.recent.next_to_merge is not None:  # it has been in rounds
-            half = 2 * (1 + same) >= 1 + len(asked) and self._refused_seconds > self._stall_seconds
-            alone = self._refused_seconds > self.members.settings.minority_seconds
-            if half or (alone and none_has_more(digest, witnesses)):
-                return
-        raise _NotTheSame(f"{same} of {len(asked)} other members have the same state")
 
     async def _fetch_means(self, sequence: int, attempt: Attempt) -> tuple[tuple[RoundMean, ...], list[Plan], int]:
         """The means of this round and all later ones that have ended, and their plans; and the round after them."""
@@ -378,16 +343,11 @@ class StateTransfer:
         status = self.members.status
         status.take_over(fetched.sequence, fetched.position)
         self.recent.next_to_merge = fetched.sequence
-        self._refused_since = None
         self.outcomes.quorum.forget_votes_after(status.ended_round)
         self.outcomes.take_over(*self._ended, fetched.sequence)
         self._without_means.clear()
         self._failed.clear()
-        self.witnesses.forget()
+        self.audit.take_over_state()
         self.outcomes.missed.forget()
         for peer in self.members.live():  # the leader must expect this worker at once
             self.heartbeats.beat_soon(peer.name)
-
-
-def _snapshot(head: StateHead, data: SharedMemory) -> Snapshot:
-    return Snapshot(data, head.numbers, head.layout_digest, head.note)

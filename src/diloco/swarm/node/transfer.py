@@ -5,8 +5,8 @@ its parts of the other's range, and gets the mean of that range back, chunk by c
 accumulates in fp32 in worker order and encodes once, so that all decode the same bytes; all engines use
 `engines.reduction.reduce_parts`, so the bits are those of the local engine.
 
-Every worker checks what it receives: a contribution against the norm that its header claims, a mean against the
-largest norm that it can have. A failure names a worker (TransferFailed); the leader decides what follows.
+The audit is asked about what arrives (audit.py), and may find that a worker lies (Lie). Any other failure names a
+worker too (TransferFailed); the leader decides what follows.
 
 All waits are bounded. A reducer that must wait for others sends an empty frame every second, which is no progress: it
 names the contributor whose parts do not come before the others, which wait longer, name the reducer itself.
@@ -15,29 +15,25 @@ names the contributor whose parts do not come before the others, which wait long
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 
 import torch
-from msgspec import structs
 from torch import Tensor
 
-from diloco.codecs.encoded import scratch
 from diloco.codecs.registry import codec
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.rounds import Comparison
 from diloco.memory import blank
-from diloco.swarm.audit import directions, merkle
-from diloco.swarm.audit.committed import MAX_PROOF_BYTES, CommittedParts
-from diloco.swarm.audit.norms import NormCheck, has_signed_contribution, norm_of, sign_contribution
 from diloco.swarm.network.transport import Stream, Transport, Unreachable
 from diloco.swarm.node import clock, comparisons
+from diloco.swarm.node.audit import Lie, TransferAudit
 from diloco.swarm.node.frames import DataFrames, Quiet, read_frame, write_frame
 from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.certificate import LongParts, ShownPart, SignedRange, Vote
+from diloco.swarm.protocol.certificate import SignedRange, Vote
 from diloco.swarm.protocol.messages import OpenParts, Withheld
-from diloco.swarm.protocol.notary import SIGNATURE_BYTES, Notary, RangeSignatures
+from diloco.swarm.protocol.notary import Notary, RangeSignatures
 from diloco.swarm.protocol.plan import Entry, Plan
 from diloco.swarm.protocol.wire import Malformed, encode
 from diloco.swarm.trainer import PostedRound
@@ -45,39 +41,24 @@ from diloco.swarm.trainer import PostedRound
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 22
-_BATCH_ELEMENTS = 1 << 19  # decoded at a time: as many as scratch memory has
+BATCH_ELEMENTS = 1 << 19  # decoded at a time: as many as scratch memory has
 _CHUNKS, _LEAST_ELEMENTS = 16, 1 << 16  # a range in as many chunks: means travel back while parts still arrive
 _LEAST_MEASURED_BYTES = 1 << 16
-_MOST_PROOF_BYTES = 1 << 19
 _EXPECTED = (Unreachable, Malformed)  # any other exception is a fault of this worker's program, and blames no peer
 # One thread, which gives torch large pieces: each operation takes the GIL from the transfers.
 _reducer = ThreadPoolExecutor(1, "diloco-reduce")
 
 
 class TransferFailed(Exception):
-    """The transfer with one worker failed. `lie`: it sent other parts than its header claims; else it is lost or cut
-    off.
+    """The transfer with one worker failed: it is lost or cut off, or sends what cannot be read.
 
-    `withheld`: it answers, and does not send its parts, or the mean of its range. `signed`: it has signed the lie, so
-    that this worker is certain of it. `proof`: others can check it too.
+    `withheld`: it answers, and does not send its parts, or the mean of its range.
     """
 
-    def __init__(
-        self,
-        peer: str,
-        reason: str,
-        *,
-        lie: bool = False,
-        withheld: Withheld | None = None,
-        signed: bool = False,
-        proof: LongParts | None = None,
-    ) -> None:
+    def __init__(self, peer: str, reason: str, *, withheld: Withheld | None = None) -> None:
         super().__init__(reason)
         self.peer = peer
-        self.lie = lie
         self.withheld = withheld
-        self.signed = signed
-        self.proof = proof
 
 
 class Transfer:
@@ -90,7 +71,7 @@ class Transfer:
         transport: Transport,
         stall_seconds: float,
         notary: Notary,
-        leaves: Sequence[bytes],
+        audit: TransferAudit,
         patience_seconds: float,
     ) -> None:
         """`patience_seconds`: how long the next parts of a contributor may take."""
@@ -98,7 +79,7 @@ class Transfer:
         self.posted = posted
         self._transport = transport
         self._stall = stall_seconds
-        self._leaves = leaves
+        self.audit = audit
         self._patience = patience_seconds
         self._codec = codec(posted.codec)
         self._means = self._codec.for_means
@@ -110,13 +91,10 @@ class Transfer:
         self._parts = {e.peer: blank(0 if e.peer == transport.peer else size) for e in plan.contributors}
         if transport.peer in self._parts:
             self._parts[transport.peer] = self._contribution(self._mine)
-        self._committed = CommittedParts(plan, transport.peer, self._mine, posted)
         self._arrived = {peer: len(self._mine) if peer == transport.peer else 0 for peer in self._parts}
-        self._norms = NormCheck(plan, self._codec)
         self._own_comparison = self._others_comparison = Comparison.empty(len(plan.contributors))
         self._reduced = 0
         self._signatures = RangeSignatures(plan, posted.num_parts, self._mean_width, notary)
-        self._notary = notary
         self._news = asyncio.Event()
         self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Read, also if `run` is over.
@@ -142,7 +120,7 @@ class Transfer:
     # As a contributor
 
     async def run(self) -> None:
-        """Raises TransferFailed; the exchange then goes on until `close`, so that others find out the same lie."""
+        """Raises TransferFailed or Lie; the exchange then goes on until `close`, so that others find the same."""
         contributors = self.plan.contributors
         me = self._transport.peer
         others = [entry for entry in contributors if entry.peer != me and len(self._ranges[entry.peer])]
@@ -165,52 +143,43 @@ class Transfer:
             contributes = self._transport.peer in self._parts
             async with asyncio.TaskGroup() as both:
                 if contributes:
-                    signed = self._own_signature + merkle.prove(self._leaves, rows)
-                    await write_frame(stream, signed, self._stall)
+                    await write_frame(stream, self.audit.commit(rows), self._stall)
                     both.create_task(self._send(stream, self._contribution(rows)))
-                fetched = both.create_task(self._fetch(stream, rows))
+                both.create_task(self._fetch(stream, rows))
             self._close_stream(stream)
-            if (fault := self._norms.fault_of_mean(fetched.result())) is not None:
-                raise TransferFailed(reducer.peer, fault, lie=True, signed=True)
+            self.audit.check_mean(reducer.peer)
         except (Unreachable, Malformed, ExceptionGroup) as problem:
             if not isinstance(cause := _first(problem), _EXPECTED):
                 raise cause from None
             withheld: Withheld | None = "mean" if isinstance(cause, Quiet) else None
             raise TransferFailed(reducer.peer, str(cause), withheld=withheld) from None
 
-    @cached_property
-    def _own_signature(self) -> bytes:
-        own = self.plan.entry(self._transport.peer)
-        assert own is not None
-        return sign_contribution(self._notary, self.plan.key, own.contribution)
-
     async def _send(self, stream: Stream, data: memoryview) -> None:
         for first in range(0, len(data), _CHUNK_BYTES):
             await stream.write(data[first : first + _CHUNK_BYTES], self._stall)
 
-    async def _fetch(self, stream: Stream, rows: range) -> float:
-        """Receive the mean of these rows; returns its squared norm, which is computed while the rest arrives."""
+    async def _fetch(self, stream: Stream, rows: range) -> None:
+        """Receive the mean of these rows. What has come is hashed and audited while the rest arrives."""
         into = self._mean(rows)
         width = self._mean_width
         loop = asyncio.get_running_loop()
         contributors = len(self.plan.contributors)
         received = checked = 0  # bytes, rows
         frames = DataFrames(stream, self._stall, timing.MEAN_SHARE * self._patience)
-        norms: list[asyncio.Future[float]] = []
+        taken: list[asyncio.Future[None]] = []
         while received < len(into):
             received += await frames.read_into(into[received:])
             if received // width - checked >= self._chunk_rows or received == len(into):
                 part = range(rows.start + checked, rows.start + received // width)
-                norms.append(loop.run_in_executor(_reducer, self._squared_norm, part, stream.peer))
+                taken.append(loop.run_in_executor(_reducer, self._take_mean, part, stream.peer))
                 checked = received // width
         if rows:
             data = await read_frame(stream, comparisons.size(contributors), self._stall)
             self._others_comparison += comparisons.unpack(data, contributors, len(rows))
-        squares = sum(await asyncio.gather(*norms))
+        await asyncio.gather(*taken)
         if rows:
             told = await read_frame(stream, self._signatures.told_bytes, self._stall)
             self._signatures.record(stream.peer, told)
-        return squares
 
     @property
     def vote(self) -> Vote:
@@ -253,16 +222,8 @@ class Transfer:
     async def _receive(self, stream: Stream) -> None:
         into = self._parts[stream.peer]
         width = self._width
-        signed = await read_frame(stream, SIGNATURE_BYTES + MAX_PROOF_BYTES, self._stall)
-        signature = signed[:SIGNATURE_BYTES]
-        proof = signed[SIGNATURE_BYTES:]
-        sender = self.plan.entry(stream.peer)
-        assert sender is not None
-        contribution = sender.contribution
-        if not has_signed_contribution(self._notary, sender.peer, self.plan.key, contribution, signature):
-            raise Malformed("it has not signed its contribution")
-        self._committed.signatures[stream.peer] = signature
-        self._committed.proofs[stream.peer] = proof
+        commitment = await read_frame(stream, self.audit.commitment_bytes, self._stall)
+        self.audit.read_commitment(stream.peer, commitment)
         await stream.read_into(into[:1], self._stall)
         started = clock.now()
         for first in range(0, len(self._mine), self._chunk_rows):
@@ -300,52 +261,24 @@ class Transfer:
             started = clock.now()
             mean, squares, comparison = await loop.run_in_executor(_reducer, self._reduce_rows, range(first, last))
             self.reduce_seconds += clock.now() - started
-            if (excess := self._norms.add(squares)) is not None:
-                raise await self._too_long(*excess, last)
+            if (lie := self.audit.find_long(squares)) is not None:
+                raise await self._proved(lie, last)
             self._own_comparison += comparison
             into[first * width : last * width] = mean.view(-1).numpy().data
             if last == len(self._mine):
-                if (stranger := self._committed.stranger()) is not None:
-                    raise TransferFailed(stranger, "its parts are not those that it is bound to", lie=True)
-                self._signatures.sign(self._transport.peer, await loop.run_in_executor(_reducer, self._compare))
+                self.audit.check_range()
+                told = await loop.run_in_executor(_reducer, self.audit.compare_directions, self._parts)
+                self._signatures.sign(self._transport.peer, told)
             self._reduced = last
             self._notify()
 
-    async def _too_long(self, peer: str, reason: str, rows: int) -> TransferFailed:
-        """The failure of a transfer with `peer`, whose parts are longer than it claims; `rows` of them are reduced. It
-        has a proof if all parts of the range arrive, and fit what the worker is bound to."""
-        whole = await self._wait_until(lambda: self._arrived[peer] == len(self._mine), self._patience)
-        if whole:
-            self._committed.add(peer, self._parts[peer][rows * self._width :])
-        if not whole or not self._committed.is_bound(peer):
-            return TransferFailed(peer, reason, lie=True)
-        proof = await asyncio.get_running_loop().run_in_executor(_reducer, self._prove, peer)
-        return TransferFailed(peer, reason, lie=True, signed=True, proof=proof)
-
-    def _prove(self, peer: str) -> LongParts | None:
-        """The longest parts of a contribution, as many as are longer than its header claims; None if that is too many
-        for a message."""
-        entry = self.plan.entry(peer)
-        width = self._width
-        assert entry is not None
-        data = {
-            self._mine.start + row: self._parts[peer][row * width : (row + 1) * width] for row in range(len(self._mine))
-        }
-        name = self.posted.codec
-        elements = self.posted.part_elements
-        norms = {part: norm_of(name, [encoded], elements) for part, encoded in data.items()}
-        chosen: list[int] = []
-        for part in sorted(norms, key=lambda part: -norms[part]):
-            chosen.append(part)
-            if (len(chosen) + 1) * (width + MAX_PROOF_BYTES) > _MOST_PROOF_BYTES:
-                return None
-            if math.hypot(*(norms[number] for number in chosen)) > entry.parsed.claim.norm * self._codec.norm_slack:
-                break
-        else:
-            return None
-        shown = tuple(ShownPart(part, bytes(data[part]), self._committed.proof_of(peer, part)) for part in chosen)
-        contribution = structs.replace(entry.contribution, note=b"")
-        return LongParts(peer, contribution, self._committed.signatures[peer], shown)
+    async def _proved(self, lie: Lie, rows: int) -> Lie:
+        """The lie of a contributor of whose parts `rows` are reduced: with its proof, if all of the range arrive."""
+        if not await self._wait_until(lambda: self._arrived[lie.peer] == len(self._mine), self._patience):
+            return lie
+        parts = self._parts[lie.peer]
+        rest = parts[rows * self._width :]
+        return await asyncio.get_running_loop().run_in_executor(_reducer, self.audit.prove_long, lie, parts, rest)
 
     def _is_reduced(self, rows: int) -> bool:
         return self._reduced >= rows
@@ -374,16 +307,15 @@ class Transfer:
         """The mean of these rows of this worker's range, the squared norm of each contribution, and a comparison."""
         squares = [0.0] * len(self.plan.contributors)
         place = slice(rows.start * self._width, rows.stop * self._width)
-        parts = [_rows(self._parts[entry.peer][place], len(rows)) for entry in self.plan.contributors]
-        for entry in self.plan.contributors:
-            self._committed.add(entry.peer, self._parts[entry.peer][place])
+        pieces = {entry.peer: self._parts[entry.peer][place] for entry in self.plan.contributors}
+        self.audit.add_parts(pieces)
         mean = torch.empty(len(rows), self._mean_width, dtype=torch.uint8)
         weights = self.plan.decision.weights
         part = self.posted.part_elements
         first = self._mine.start + rows.start
         comparison = reduce_parts(
             self._codec,
-            parts,
+            [_rows(piece, len(rows)) for piece in pieces.values()],
             weights,
             part,
             mean,
@@ -391,37 +323,16 @@ class Transfer:
             merge=self.plan.decision.merge,
             squares=squares,
             first_part=first,
-            batch_elements=_BATCH_ELEMENTS,
+            batch_elements=BATCH_ELEMENTS,
         )
         self._signatures.add(self._transport.peer, mean.view(-1).numpy().data)
         return mean, squares, comparison
 
-    @torch.no_grad()
-    def _compare(self) -> bytes:
-        """The cosines of the contributions in this reducer's sampled parts, as bytes."""
-        sampled = directions.sampled_parts(self.plan, self._transport.peer, self.posted.num_parts)
-        if not sampled:
-            return b""
-        values = []
-        width = self._width
-        for entry in self.plan.contributors:
-            rows = [self._parts[entry.peer][(part - self._mine.start) * width :][:width] for part in sampled]
-            decoded = torch.empty(len(rows), self.posted.part_elements)
-            self._codec.decode(torch.stack([_rows(row, 1)[0] for row in rows]), decoded)
-            values.append(decoded)
-        return directions.compare(values)
-
-    @torch.no_grad()
-    def _squared_norm(self, rows: range, reducer: str) -> float:
-        """The squared norm of these rows of the mean, which go into the digest of the reducer's range."""
-        self._signatures.add(reducer, self._mean(rows))
-        squares = 0.0
-        encoded = _rows(self._mean(rows), len(rows))
-        for some in torch.split(encoded, max(1, _BATCH_ELEMENTS // self.posted.part_elements)):
-            values = scratch("decoded", (len(some), self.posted.part_elements), some.device)
-            self._means.decode(some, values)
-            squares += float(torch.linalg.vector_norm(values)) ** 2
-        return squares
+    def _take_mean(self, rows: range, reducer: str) -> None:
+        """Take these rows of the mean into the digest of the reducer's range."""
+        mean = self._mean(rows)
+        self._signatures.add(reducer, mean)
+        self.audit.add_mean(reducer, mean)
 
     # The end
 

@@ -2,8 +2,7 @@
 
 Each contributor of a plan reduces a range of parts, and signs the digest of that range (`SignedRange`). A worker that
 has the whole mean signs its digest (`Vote`). A majority of the plan's workers with one digest is a `Certificate`: the
-mean counts. Two ranges with different digests that one reducer has signed for one plan are proof that it lies
-(`TwoRanges`), which every member can check.
+mean counts.
 
 A digest of a range is made of the digests of its parts, and that of a mean of its ranges'. So one part can be shown
 later, and checked alone.
@@ -15,10 +14,8 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
-from diloco.engines.rounds import RoundKey
 from diloco.swarm.protocol.plan import MAX_WORKERS, Plan
 from diloco.swarm.protocol.status import PeerName
-from diloco.swarm.trainer import PresentWorker
 from diloco.swarm.trust.signatures import Signature
 
 Bytes = bytes | bytearray | memoryview
@@ -77,65 +74,6 @@ class Agreed(NamedTuple):
     def late(self) -> list[str]:
         """The workers of the plan that had not voted when it was committed."""
         return [entry.peer for entry in self.plan.entries if entry.peer not in self.certificate.signatures]
-
-
-class CertifiedPlan(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The end of a round as it travels to other members."""
-
-    plan: Plan
-    certificate: Certificate
-
-
-class TwoPlans(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Proof against the workers that have voted for two plans of one round and authority, and against a leader that has
-    got two plans of one term certified. No honest worker votes so; and the votes of honest workers reach their
-    leader only, which commits one plan in a term."""
-
-    one: CertifiedPlan
-    other: CertifiedPlan
-    credentials: Annotated[dict[PeerName, Annotated[bytes, Meta(max_length=4096)]], Meta(max_length=MAX_WORKERS)]
-    """The credentials of the voters: the receiver may not have met them."""
-
-    def voters(self) -> list[str]:
-        """The workers whose votes are in both certificates, if the plans are of one authority; `Notary` checks the
-        votes."""
-        if self.one.plan.authority != self.other.plan.authority:
-            return []
-        return sorted(self.one.certificate.signatures.keys() & self.other.certificate.signatures.keys())
-
-    def leader(self) -> str | None:
-        """The leader of both plans, if it is the same one in the same term."""
-        one = self.one.plan
-        other = self.other.plan
-        return one.leader if one.leader == other.leader and one.authority.term == other.authority.term else None
-
-
-class TwoRanges(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Proof against `peer`: it has signed two means of its range in one plan."""
-
-    key: RoundKey
-    plan: Sha256
-    peer: PeerName
-    one: SignedRange
-    other: SignedRange
-
-
-class ShownPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An encoded part of a contribution, and the proof that its author was bound to it (audit/merkle.py)."""
-
-    part: Annotated[int, Meta(ge=0, le=1 << 40)]
-    data: bytes
-    proof: Annotated[bytes, Meta(max_length=4096)]
-
-
-class LongParts(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Proof against `peer`: parts of its contribution are longer than its header claims, or not finite."""
-
-    peer: PeerName
-    contribution: PresentWorker
-    signature: Signature
-    """The author's, under its contribution."""
-    parts: Annotated[tuple[ShownPart, ...], Meta(max_length=1024)]
 
 
 def mean_digest(num_parts: int, ranges: Iterable[SignedRange]) -> bytes:

@@ -12,8 +12,9 @@ from msgspec import Meta, Struct, field
 from diloco.core.config import Merge
 from diloco.engines.note import MalformedNote, read_note
 from diloco.swarm.network.transport import MAX_CALL_BYTES
-from diloco.swarm.protocol.certificate import Certificate, LongParts, Ranges, Sha256, TwoPlans, TwoRanges, Vote
+from diloco.swarm.protocol.certificate import Certificate, Ranges, Sha256, Vote
 from diloco.swarm.protocol.plan import MAX_WORKERS, NO_AUTHORITY, Authority, Plan
+from diloco.swarm.protocol.proofs import LongParts, TwoPlans, TwoRanges
 from diloco.swarm.protocol.status import Addresses, PeerName, Process, RunStatus, Status
 from diloco.swarm.protocol.wire import Malformed, PeerMessage
 from diloco.swarm.trainer import PresentWorker

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from diloco.errors import ConfigError
+from diloco.swarm.audit.auditor import Auditor
 from diloco.swarm.network.known_peers import read_peers
 from diloco.swarm.network.listening import ListenConfig
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
@@ -41,7 +42,8 @@ async def build(settings: Settings, trainer: Trainer, next_round: int | None) ->
     )
     credential = invitation.credential(transport.peer)
     permissions = Permissions(invitation.run_public, transport.peer, credential, settings.refusals_to_ban)
-    node = Node(transport, permissions, replace(settings, founder=settings.founder or next_round is not None), trainer)
+    settings = replace(settings, founder=settings.founder or next_round is not None)
+    node = Node(transport, permissions, settings, trainer, Auditor)
     node.outcomes.recent.next_to_merge = next_round
 
     async def close() -> None:

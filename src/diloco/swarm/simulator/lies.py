@@ -2,7 +2,7 @@
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import combinations
 from types import TracebackType
 from typing import Any, Protocol
@@ -12,10 +12,14 @@ from msgspec import structs
 
 from diloco.engines.rounds import RoundKey
 from diloco.swarm.audit import directions
+from diloco.swarm.audit.auditor import AuditedRound
+from diloco.swarm.audit.transfer import AuditedTransfer
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import comparisons
+from diloco.swarm.node.audit import Lie
 from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.led_round import LedRound
+from diloco.swarm.node.round import OwnRound
 from diloco.swarm.node.transfer import Transfer, TransferFailed
 from diloco.swarm.protocol import leading, messages
 from diloco.swarm.protocol.certificate import (
@@ -216,9 +220,12 @@ def certifies_two_plans(
             return messages.Done()
         return await answer(peer, request)
 
-    async def vote(liar: MemoryWorker, made: Plan, posted: Any, leaves: Any) -> Any:
+    async def vote(liar: MemoryWorker, made: Plan, round_: OwnRound) -> Any:
         node = liar.node
-        transfer = Transfer(made, posted, node.transport, 2.0, node.outcomes.notary, leaves, 2.0)
+        notary = node.outcomes.notary
+        assert isinstance(round_.audit, AuditedRound)
+        audit = AuditedTransfer(made, round_.posted, round_.audit.leaves, notary, liar.name)
+        transfer = Transfer(made, round_.posted, node.transport, 2.0, notary, audit, 2.0)
         try:
             async with asyncio.timeout(5.0):
                 await transfer.run()
@@ -233,7 +240,7 @@ def certifies_two_plans(
         for worker in half:
             if made.entry(worker.name) is not None:
                 await calls.ask(worker.name, made)
-        theirs = await asyncio.gather(*(vote(liar, made, round_.posted, round_.leaves) for liar, round_ in mine))
+        theirs = await asyncio.gather(*(vote(liar, made, round_) for liar, round_ in mine))
         await asyncio.sleep(0.2)
         all_votes = dict(votes) | {liar.name: own_vote for (liar, _), own_vote in zip(mine, theirs, strict=True)}
         certificate = certify(made, all_votes)
@@ -313,7 +320,8 @@ def accuses(
     async def run(transfer: Transfer) -> None:
         there = [victim.name for victim in victims if transfer.plan.entry(victim.name) is not None]
         if transfer._transport.peer == liar.name and there:
-            raise TransferFailed(there[0], "its parts have the norm 900, it claimed 1", lie=lie, withheld=withheld)
+            reason = "its parts have the norm 900, it claimed 1"
+            raise Lie(there[0], reason) if lie else TransferFailed(there[0], reason, withheld=withheld)
         await honest(transfer)
 
     patch.setattr(Transfer, "run", run)
@@ -353,14 +361,14 @@ def serves_another_state(liar: MemoryWorker, *, ahead: int = 0, swapped: bool = 
     trainer.snapshot = snapshot  # type: ignore[method-assign]
     liar.node.own.ended_round += ahead
     if swapped:
-        digest = liar.node.states.witnesses.digest
+        digest = liar.auditor.witnesses.digest
 
         async def another(_: Any, *, own: bool) -> bytes:
             made = await honest()
             assert made is not None
             return await digest(made, own=own)
 
-        liar.node.states.witnesses.digest = another  # type: ignore[assignment, method-assign]
+        liar.auditor.witnesses.digest = another  # type: ignore[assignment, method-assign]
 
 
 def brings_a_second_key(liar: MemoryWorker, patch: Patcher, second: str = NAMES[-1]) -> None:
@@ -384,26 +392,26 @@ def brings_a_second_key(liar: MemoryWorker, patch: Patcher, second: str = NAMES[
 
 
 def tells_directions(
-    liar: MemoryWorker, change: Callable[[Transfer, list[float]], list[float]], patch: Patcher
+    liar: MemoryWorker, change: Callable[[AuditedTransfer, list[float]], list[float]], patch: Patcher
 ) -> None:
     """The liar reduces, and signs other cosines than those of its parts, the same for all."""
-    honest_compare = Transfer._compare
+    honest_compare = AuditedTransfer.compare_directions
 
-    def compare(self: Transfer) -> bytes:
-        right = honest_compare(self)
-        if self._transport.peer != liar.name or not right:
+    def compare(self: AuditedTransfer, parts: Mapping[str, memoryview]) -> bytes:
+        right = honest_compare(self, parts)
+        if self.me != liar.name or not right:
             return right
         made = change(self, directions.unpack(right))
         return struct.pack(f"<{len(made)}h", *(round(32767 * value) for value in made))
 
-    patch.setattr(Transfer, "_compare", compare)
+    patch.setattr(AuditedTransfer, "compare_directions", compare)
 
 
 def tells_that_all_point_against(victim: MemoryWorker, liar: MemoryWorker, patch: Patcher) -> None:
     """It says that the contribution of the victim points against all others."""
 
-    def change(transfer: Transfer, _: list[float]) -> list[float]:
-        names = [entry.peer for entry in transfer.plan.contributors]
+    def change(audit: AuditedTransfer, _: list[float]) -> list[float]:
+        names = [entry.peer for entry in audit.plan.contributors]
         return [-1.0 if victim.name in pair else 1.0 for pair in combinations(names, 2)]
 
     tells_directions(liar, change, patch)

@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from diloco.core.config import Merge
 from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack as pack_header
 from diloco.engines.rounds import Contribution, Report, RoundKey
+from diloco.swarm.audit.auditor import Auditor
 from diloco.swarm.network.identity import peer_id, save_seed
 from diloco.swarm.node import clock
+from diloco.swarm.node.audit import Audit, AuditedNode
 from diloco.swarm.node.node import Node
 from diloco.swarm.protocol.plan import Authority, Entry, Plan
 from diloco.swarm.run_files import invitation_file, write_private
@@ -73,6 +75,12 @@ class MemoryWorker:
     @property
     def name(self) -> str:
         return self.node.transport.peer
+
+    @property
+    def auditor(self) -> Auditor:
+        """The audit of a worker that does not trust the others."""
+        assert isinstance(self.node.audit, Auditor)
+        return self.node.audit
 
     def posting(
         self,
@@ -142,7 +150,11 @@ def plan(workers: list[int], sequence: int = 0, weight: float = 1.0) -> Plan:
 class MemorySwarm:
     """Workers with numbers 0, 1, … as they are started."""
 
-    def __init__(self, folder: Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path | None = None, *, audit: Callable[[AuditedNode], Audit] = Auditor, **settings: Any
+    ) -> None:
+        """`audit`: of its nodes; with `Audit` they trust each other."""
+        self.audit = audit
         self.network = MemoryNetwork()
         self.run_key = RunKey.create()
         self.folder = folder or Path(tempfile.mkdtemp())
@@ -173,7 +185,7 @@ class MemorySwarm:
         permissions = Permissions(public, name, credential, settings.refusals_to_ban, date)
         if credential_of is not None:
             permissions.run_public = self.run_key.public
-        node = Node(MemoryTransport(self.network, name), permissions, settings, trainer)
+        node = Node(MemoryTransport(self.network, name), permissions, settings, trainer, self.audit)
         try:
             await node.start()
         except BaseException:
