@@ -30,6 +30,8 @@ from typing import Any
 import torch
 
 from diloco.errors import EngineError, Excluded
+from diloco.swarm.audit.auditor import Auditor
+from diloco.swarm.node.audit import Audit
 from diloco.swarm.node.round import OwnRound
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.simulator import lies, virtual_clock
@@ -113,9 +115,12 @@ def lies_of(seed: int, count: int) -> tuple[str, ...]:
 
 
 class FaultSchedule:
-    def __init__(self, seed: int, workers: int, faults: list[Fault], lies: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, seed: int, workers: int, faults: list[Fault], lies: tuple[str, ...] = (), audit: type[Audit] = Auditor
+    ) -> None:
         self.result = ScheduleResult(seed, workers, faults, lies=lies)
         among = random.Random(f"liars {seed}").sample(range(workers), len(lies))
+        self._audit = audit
         self._lies = dict(zip(among if len(lies) > 1 else [workers - 1], lies, strict=False))
         """The worker -> how it lies."""
         self._liars: set[str] = set()
@@ -135,7 +140,9 @@ class FaultSchedule:
             return await self._run(patch)
 
     async def _run(self, patch: lies.Patches) -> ScheduleResult:
-        self._swarm = MemorySwarm(lost_seconds=1.0, beat_seconds=0.2, patience=0.5, timeout_seconds=60.0)
+        self._swarm = MemorySwarm(
+            lost_seconds=1.0, beat_seconds=0.2, patience=0.5, timeout_seconds=60.0, audit=self._audit
+        )
         network = self._swarm.network
         network.fate = self._fate
         network.delay = lambda: self._chance.uniform(0.0, self._delay)
@@ -396,10 +403,15 @@ class FaultSchedule:
 
 
 def run(
-    seed: int, workers: int | None = None, faults: list[Fault] | None = None, lies: tuple[str, ...] = ()
+    seed: int,
+    workers: int | None = None,
+    faults: list[Fault] | None = None,
+    lies: tuple[str, ...] = (),
+    audit: type[Audit] = Auditor,
 ) -> ScheduleResult:
-    """The schedule of this seed, or another one with its chances (a shrunk one)."""
+    """The schedule of this seed, or another one with its chances (a shrunk one). With `audit` Audit, the workers trust
+    each other."""
     drawn = draw(seed)
     workers = workers or drawn[0] + len(lies)  # three honest ones at least
-    schedule = FaultSchedule(seed, workers, drawn[1] if faults is None else faults, lies)
+    schedule = FaultSchedule(seed, workers, drawn[1] if faults is None else faults, lies, audit)
     return virtual_clock.run(schedule.run())
