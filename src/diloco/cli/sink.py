@@ -8,9 +8,10 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from diloco.errors import ConfigError, DiLoCoError, SinkFailed
+from diloco.errors import DiLoCoError, SinkFailed
 from diloco.sinks.follower import Follower, open_follower, sink_folder
 from diloco.sinks.registry import SINKS, check_installed
+from diloco.training.records.run_folder import check_run_folder
 from diloco.training.records.summary import SUMMARY_FILE
 
 _TURN_SECONDS = 1.0
@@ -29,8 +30,7 @@ def sink(run: Path, name: Literal["tensorboard", "wandb", "trackio"], /) -> None
     name
         tensorboard, wandb or trackio.
     """
-    if not (run / "config.toml").exists():
-        raise ConfigError(f"{run} is not a run folder: it has no config.toml")
+    check_run_folder(run)
     check_installed([name])
     console = Console()
     with ExitStack() as stack:

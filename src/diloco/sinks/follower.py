@@ -7,8 +7,7 @@ that could not be written; removing the folder starts from the beginning. A seco
 import fcntl
 import json
 import logging
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,6 +27,8 @@ from diloco.history.events import (
 )
 from diloco.history.run_history import LiveHistory, RunHistory
 from diloco.sinks.base import Point, Sink
+from diloco.training.config.run_file import read_run_file
+from diloco.training.records.run_folder import RUN_FILE
 from diloco.training.records.summary import SUMMARY_FILE
 
 STATE_FILE = "state.json"
@@ -83,7 +84,7 @@ class Follower:
         self._started: set[int] = set()
 
     def start(self) -> None:
-        self.sink.start(run_options(self.run), resumed=self.state.events > 0)
+        self.sink.start(read_run_file(self.run / RUN_FILE), resumed=self.state.events > 0)
 
     def catch_up(self) -> int:
         """Write the new events and return their number; an event that the sink refuses is counted and skipped."""
@@ -151,7 +152,7 @@ class Follower:
 
 @contextmanager
 def open_follower(run: Path, name: str, kind: type[Sink]) -> Iterator[Follower]:
-    """A started follower with an exclusive lock; it is finished at the end of the block, also after an error."""
+    """Start a follower with an exclusive lock; it is finished at the end of the block, also after an error."""
     folder = sink_folder(run, name)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -165,24 +166,6 @@ def open_follower(run: Path, name: str, kind: type[Sink]) -> Iterator[Follower]:
             yield follower
         finally:
             follower.finish()
-
-
-def run_options(run: Path) -> dict[str, object]:
-    """The resolved options of a run by dotted key, from its config.toml."""
-    path = run / "config.toml"
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{run} is not a run folder: {path.name} cannot be read ({error})") from error
-    return dict(_flat(tables, ""))
-
-
-def _flat(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 # The numbers of a run that a sink plots, event by event

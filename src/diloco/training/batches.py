@@ -28,6 +28,7 @@ class WorkerTexts:
 
     @property
     def read(self) -> Corpus:
+        """The text that this machine's workers train on."""
         return self.own or self.shared
 
 
@@ -68,7 +69,7 @@ class ShardReader:
         return unknown
 
     def next(self) -> Int64:
-        """[batch_size, sequence_length + 1] tokens for the next inner step."""
+        """Return the [batch_size, sequence_length + 1] tokens of the next inner step."""
         batch = self._batches.batch(self.step - self._since)
         self.step += 1
         return batch
@@ -87,11 +88,12 @@ class ShardReader:
         return {"step": self.step, "since": self._since, "before": before, "progress": as_json(self.progress())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignored if the shards have changed with the number of workers: `take` then sets the positions."""
+        """Go on from the saved positions, unless the shards have changed with the number of workers: `take` then sets
+        the positions."""
         if {int(shard) for shard in state["progress"]} != set(self.shards):
             return
-        before = state["before"]
-        before = before and {int(shard): ShardProgress(*read) for shard, read in before.items()}
+        saved = state["before"]
+        before = None if saved is None else {int(shard): ShardProgress(*read) for shard, read in saved.items()}
         self.take(before, state["since"])
         self.step = state["step"]
 

@@ -45,6 +45,7 @@ from diloco.training.checkpoints.worker_state import Checkpointer, HasState, Wor
 from diloco.training.compute import PlacedModel, Precision, prepare
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import inner_optimizer, learning_rate_schedule, set_position
+from diloco.training.loss_check import BadLoss, LossCheck
 from diloco.training.micro_batches import budget_bytes, fewest_micro_batches, micro_batches
 from diloco.training.modes import DataParallel, DiLoCoMode, Mode
 from diloco.training.peers import FixedPeers, Peers
@@ -61,7 +62,7 @@ from diloco.training.records.worker_events import (
     write_resolved,
 )
 from diloco.training.sizes.memory import Placement
-from diloco.training.step_log import BadLoss, LossCheck, StepLog
+from diloco.training.step_log import StepLog
 from diloco.training.validation import Evaluator, Validation
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Training:
         `restoring`: `resume` loads a checkpoint next, on every worker, so no parameters are sent at the start.
         """
         self.leader = leader and engine.ranks.rank == 0
-        self._saves = bool(engine.ranks.gather_numbers(self.leader)[0][0])  # all ranks of the leader's worker
+        self._writes_model = bool(engine.ranks.gather_numbers(self.leader)[0][0])  # all ranks of the leader's worker
         texts = texts if isinstance(texts, WorkerTexts) else WorkerTexts(texts)
         self.config = config
         self.corpus = texts.shared
@@ -124,18 +125,18 @@ class Training:
         self._open_step = False  # the last inner step is taken, its rounds are not
         self._saved_before_cut = False
         self._not_finite: LossNotFinite | None = None  # why this worker ends
-        self._losses = LossCheck(engine.ranks)
+        self._loss_check = LossCheck(engine.ranks)
         self.accumulation = self._micro_batches(sharing)
         self.evaluator = Evaluator(config, corpus, self.model, self.precision, engine.ranks, self.accumulation)
         self.validation = self._validation()
         self.samples = Samples(config, corpus, self.model, events.emit)
         self.log = StepLog(config, self.mode, self.evaluator, self.precision, engine.ranks, events)
         self.peers = self._peers(texts)
-        also: dict[str, HasState] = {
+        parts: dict[str, HasState] = {
             "training": self, "reading": self.reader, "mode": self.mode, "precision": self.precision,
             "peers": self.peers,
         }  # fmt: skip
-        state = WorkerState(self.model, self.inner, self.schedule, self.mode, also, engine.ranks.rank)
+        state = WorkerState(self.model, self.inner, self.schedule, self.mode, parts, engine.ranks.rank)
         workers = None if engine.elastic else engine.workers
         owner = CheckpointOwner(engine.worker, workers, engine.ranks.rank, engine.ranks.count)
         lasting = config.lasting(corpus.digest, self.model.description)
@@ -345,7 +346,7 @@ class Training:
                     part = batch.loss(self.placed.loss) / len(batches)
                 self.precision.backward(part)
             loss += part.detach()
-        bad = self._losses.check(position + 1, loss, now=self._must_know(position + 1))
+        bad = self._loss_check.check(position + 1, loss, now=self._must_know(position + 1))
         if bad is None:
             self._average_gradients(position + 1, loss, learnt)
         elif not self._end_for(bad):
@@ -467,7 +468,7 @@ class Training:
         self.peers.check_progress(self._failures, self.log.loss)  # rounds in flight have ended only now
         self._emit_end(WorkerFinishedEvent)
         self.peers.check_end()
-        if self._saves:
+        if self._writes_model:
             model = self._save_result()
             if model is not None:
                 sample(model, self.corpus, self.config, self.events.emit, self.mode.averager.inner_steps)

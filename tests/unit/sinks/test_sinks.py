@@ -213,3 +213,8 @@ def test_the_verb_refuses_other_folders_and_other_sinks(
     run_folder(tmp_path / "run", RUN)
     assert diloco(["sink", str(tmp_path / run), name]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_folder_without_options_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diloco(["sink", str(tmp_path), "tensorboard"]) == 2
+    assert "is not a run folder: it has no config.toml" in " ".join(capsys.readouterr().err.split())

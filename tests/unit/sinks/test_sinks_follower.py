@@ -9,7 +9,7 @@ import pytest
 
 from diloco.errors import ConfigError
 from diloco.sinks.base import Point, Sink
-from diloco.sinks.follower import Follower, open_follower, read_state, run_options, sink_folder
+from diloco.sinks.follower import Follower, open_follower, read_state, sink_folder
 from support.recorded_runs import RESUMED, RUN, append, event, merged, run_folder, started, step, validation
 
 
@@ -153,8 +153,3 @@ def test_a_damaged_state_starts_anew(tmp_path: Path) -> None:
     sink_folder(run, "recorder").mkdir(parents=True)
     (sink_folder(run, "recorder") / "state.json").write_text(json.dumps({"unknown": 1}))
     assert read_state(run, "recorder").events == 0
-
-
-def test_a_folder_without_options_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a run folder"):
-        run_options(tmp_path)

@@ -18,8 +18,8 @@ from diloco.errors import EngineError, LossNotFinite, ModelNotWritten
 from diloco.history.log import EventLog
 from diloco.training.config.run import ComputeConfig, InnerConfig, RunConfig, TrainingConfig
 from diloco.training.loop import Training
+from diloco.training.loss_check import LossCheck
 from diloco.training.records.summary import summarize
-from diloco.training.step_log import LossCheck
 from support.event_log import history_of, read_events
 from support.saved_runs import quick_runs, small_config, small_corpus, train
 

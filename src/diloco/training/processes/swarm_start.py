@@ -11,13 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Protocol
 
-from diloco.data.corpus import TOKENIZER, Corpus, CorpusMeta
+from diloco.data.corpus import TOKENIZER, CorpusMeta
 from diloco.data.order import WorkerBatches, check_validation
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.preparation.partitions import Progress
@@ -40,6 +40,7 @@ from diloco.swarm.run_files import (
     invitation_file,
     write_private,
 )
+from diloco.training.batches import WorkerTexts
 from diloco.training.checkpoints.manifests import find_checkpoints
 from diloco.training.checkpoints.resume import check_same_run, check_steps
 from diloco.training.config.recipes import check_run_model
@@ -73,19 +74,10 @@ CLOCK_SECONDS = 30.0
 _MOST_DESCRIPTION_BYTES = 1 << 28
 
 
-@dataclass(frozen=True)
-class SwarmText:
-    """The prepared text of this machine's workers."""
-
-    shared: Corpus
-    own: Corpus | None = None
-    """Read instead of the shared text, if this machine has its own."""
-
-
 class SwarmWorkers(WayToStart):
     """Workers of a swarm on this machine, from the run folder on."""
 
-    text: SwarmText
+    texts: WorkerTexts
     founder: bool
     """Whether the first of them starts the swarm if no member answers."""
 
@@ -103,8 +95,8 @@ class SwarmWorkers(WayToStart):
         check_seats(swarm, names)
         if may_invite(swarm):
             give_seats(swarm, names, config.swarm.invitation_days, time.time())
-        own = None if self.text.own is None else self.text.own.folder
-        shared = self.text.shared.folder
+        own = None if self.texts.own is None else self.texts.own.folder
+        shared = self.texts.shared.folder
         slots = [
             SwarmSlot(index, config.workers, folder, shared, own, os.getpid(), self.founder and index == 0)
             for index in range(config.workers)
@@ -124,14 +116,14 @@ class SwarmFounder(SwarmWorkers):
 
     def prepare_text(self, observer: Observer) -> None:
         """Prepare the text on the machine that started the run; on one that joined it, take what it received then."""
-        self.text = self._prepared(observer)
-        check_text(self.config, self.text)
-        check_room(self.config, self.text.shared.vocab_size, self.resume)
+        self.texts = self._prepared(observer)
+        check_text(self.config, self.texts)
+        check_room(self.config, self.texts.shared.vocab_size, self.resume)
 
-    def _prepared(self, observer: Observer) -> SwarmText:
+    def _prepared(self, observer: Observer) -> WorkerTexts:
         data = self.config.data
         if self.resume is None or (self.resume / SWARM_FOLDER / RUN_KEY_FILE).exists():
-            return SwarmText(prepare(data, observer.show_preparation))
+            return WorkerTexts(prepare(data, observer.show_preparation))
         description = RunDescription.read(self.resume / SWARM_FOLDER / RUN_JSON)
         shared = find_corpus(data, description.corpus)
         if shared is None:
@@ -139,7 +131,7 @@ class SwarmFounder(SwarmWorkers):
                 f"the text of this run (digest {description.corpus[:16]}) is no longer in the cache of this machine: "
                 f"join again, with {command('join', '-')}"
             )
-        return SwarmText(shared, None if data.source == SWARM_TEXT else prepare(data, observer.show_preparation))
+        return WorkerTexts(shared, None if data.source == SWARM_TEXT else prepare(data, observer.show_preparation))
 
     def create_folder(self) -> Path:
         """Make the run folder, with the run's key and the description that joiners receive."""
@@ -148,13 +140,13 @@ class SwarmFounder(SwarmWorkers):
         folder = create_run_folder(self.config)
         swarm = folder / SWARM_FOLDER
         RunKey.create().save(swarm / RUN_KEY_FILE)
-        _write_description(swarm, RunDescription.of(self.config, self.text.shared.digest))
+        _write_description(swarm, RunDescription.of(self.config, self.texts.shared.digest))
         return folder
 
     def check_resumable(self, folder: Path) -> None:
         """Also renews the description for joiners: `steps` may have changed."""
         swarm = folder / SWARM_FOLDER
-        digest = self.text.shared.digest
+        digest = self.texts.shared.digest
         if not (swarm / RUN_KEY_FILE).exists() and not any(swarm.glob(INVITATION_FILES)):
             raise ConfigError(f"{folder} has no {SWARM_FOLDER}/{INVITATION_FILES}: it is not a run of a swarm")
         for checkpoint in find_checkpoints(folder)[0][-1:]:
@@ -189,7 +181,7 @@ class SwarmJoiner(SwarmWorkers):
         self._end_visit = end_visit
 
     def prepare_text(self, observer: Observer) -> None:
-        self.config, self.text = receive_text(
+        self.config, self.texts = receive_text(
             self.config,
             self.description,
             self._guest.fetch,
@@ -197,7 +189,7 @@ class SwarmJoiner(SwarmWorkers):
             observer.show_preparation,
             self._guest.hosts,
         )
-        check_text(self.config, self.text)
+        check_text(self.config, self.texts)
 
     def create_folder(self) -> Path:
         """Make the run folder, with an invitation for each worker and the addresses of the members."""
@@ -328,7 +320,7 @@ def receive_text(
     members: int,
     progress: Progress,
     hosts: int = 1,
-) -> tuple[RunConfig, SwarmText]:
+) -> tuple[RunConfig, WorkerTexts]:
     """Fetch what this machine needs of the text and does not have, from any of the `hosts` that `fetch` knows."""
     digest = description.corpus
     folder = received_corpus_folder(config.data, description.corpus)
@@ -349,7 +341,7 @@ def receive_text(
     if own_text or config.model.name not in PRESETS:
         config = replace(config, data=replace(config.data, tokenizer=str(folder / TOKENIZER)))
     check_run_model(config)
-    return config, SwarmText(shared, prepare(config.data, progress) if own_text else None)
+    return config, WorkerTexts(shared, prepare(config.data, progress) if own_text else None)
 
 
 def _fetch_meta(folder: Path, digest: str, fetch: FetchFile, hosts: int) -> CorpusMeta:
@@ -387,17 +379,17 @@ def check_network(config: RunConfig) -> None:
         check_name(parse_announced(text.strip(), config.port))
 
 
-def check_text(config: RunConfig, text: SwarmText) -> None:
+def check_text(config: RunConfig, texts: WorkerTexts) -> None:
     """Refuse text that is too little for these workers, or does not fit the model, before a worker is started."""
     length = config.data.sequence_length
     batch = config.training.batch_size
-    read = text.own or text.shared
+    read = texts.read
     for index in range(config.workers):
         shards = [shard for shard in shards_of(read.shards, index, config.workers) if read.has(shard)]
         if shards:
             WorkerBatches(read, length, batch, shards, config.seed)
-    check_validation(text.shared, length, config.training.eval_windows)
-    check_vocabulary(config, text.shared)
+    check_validation(texts.shared, length, config.training.eval_windows)
+    check_vocabulary(config, texts.shared)
 
 
 def check_clock(theirs: float) -> None:
