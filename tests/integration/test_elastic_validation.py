@@ -212,7 +212,7 @@ def test_no_figure_is_taken_from_the_notes_that_most_do_not_tell(
     made: tuple[RunConfig, Corpus], tmp_path: Path, notes: dict[int, Note]
 ) -> None:
     validation = validation_at(made, tmp_path, 9)
-    validation._hear_figures(notes)
+    validation._take_in_figures(notes)
     assert validation.announced_step == -1
 
 
@@ -220,14 +220,14 @@ def test_a_worker_that_was_absent_takes_the_figure_of_most_others_and_names_them
     made: tuple[RunConfig, Corpus], tmp_path: Path
 ) -> None:
     validation = validation_at(made, tmp_path, 9)
-    validation._hear_figures(tells(HONEST, LIE, HONEST))
+    validation._take_in_figures(tells(HONEST, LIE, HONEST))
     told = [event for event in read_events(tmp_path / "machine-0") if event["type"] == "validation"]
     assert [(event["step"], event["loss"], event["told_by"]) for event in told] == [(8, 2.0, [1, 3])]
     later = ValidationFigure(9, 5.0, 32)
-    validation._hear_figures(tells(later))  # it is in the rounds now, and measures with the other one itself
+    validation._take_in_figures(tells(later))  # it is in the rounds now, and measures with the other one itself
     assert validation.announced_step == 8
     validation.record_absence()
-    validation._hear_figures(tells(later))
+    validation._take_in_figures(tells(later))
     assert validation.announced_step == 9
 
 

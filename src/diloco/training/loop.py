@@ -54,11 +54,11 @@ from diloco.training.records.outputs import Samples, sample, write_model
 from diloco.training.records.run_folder import MODEL_FOLDER
 from diloco.training.records.worker_events import (
     end_fields,
+    reported_round,
     resolved_values,
     round_ended,
     round_members,
     started_fields,
-    told_round,
     write_resolved,
 )
 from diloco.training.sizes.memory import Placement
@@ -84,11 +84,11 @@ class Training:
         restoring: bool = False,
         sharing: int = 1,
     ) -> None:
-        """`sharing`: the processes that compute on this one's GPU.
-
-        `leader`: the first process of its machine, which writes the events that concern the whole run.
+        """`leader`: this is the first process of its machine, which writes the events that concern the whole run.
 
         `restoring`: `resume` loads a checkpoint next, on every worker, so no parameters are sent at the start.
+
+        `sharing` is the number of processes that compute on this one's GPU.
         """
         self.leader = leader and engine.ranks.rank == 0
         self._writes_model = bool(engine.ranks.gather_numbers(self.leader)[0][0])  # all ranks of the leader's worker
@@ -249,7 +249,7 @@ class Training:
         """Train to the end or to a stop, whichever comes first; the last agreed parameters end up in model/."""
         config = self.config
         state = self.mode.averager
-        self._tell_start()
+        self._emit_start()
         if self.leader:
             self.events.emit(CorpusEvent(**self.corpus.meta.event()))
         if self._resumed is not None:
@@ -281,7 +281,7 @@ class Training:
                 self.checkpointer.after_step()
         self._finish()
 
-    def _tell_start(self) -> None:
+    def _emit_start(self) -> None:
         fields = started_fields(self.config, self.engine, self.model, self.corpus)
         how: dict[str, Any] = {"device": str(self.device), "precision": self.precision.name}
         resolved = resolved_values(
@@ -361,14 +361,15 @@ class Training:
         self._end_step()
 
     def _average_gradients(self, step: int, loss: Tensor, learnt: int | None) -> None:
-        """Without a mean no worker can step: if the reason is that gradients are not finite, say so."""
+        """Average the gradients where the mode does. Without a mean no worker can step: if the reason is that gradients
+        are not finite, say so."""
         try:
             self.mode.before_clipping(learnt)
         except EngineError as error:
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             if all(bool(gradient.isfinite().all()) for gradient in gradients):
                 raise
-            raise self._tell(BadLoss(step, loss.item(), "with gradients that are not finite")) from error
+            raise self._emit_bad_loss(BadLoss(step, loss.item(), "with gradients that are not finite")) from error
 
     def _must_know(self, step: int) -> bool:
         """Return whether this step's loss is needed now: it is logged, or the state after it is saved or is the last
@@ -377,20 +378,20 @@ class Training:
         return saved or self.log.due(step) or step >= self.config.steps
 
     def _end_for(self, bad: BadLoss) -> bool:
-        """Tell of a loss that is not finite, at once, and end as at a stop: the others hear of it with the next round,
+        """Log a loss that is not finite, at once, and end as at a stop: the others hear of it with the next round,
         whose mean has this worker's finite steps alone. (On a GPU one bad step is in them: they are then refused.)
 
-        Whether the others' gradients are here, with which this worker takes the step that all take together.
+        Returns whether the others' gradients are here, with which this worker takes the step that all take together.
         """
-        told = self._tell(bad)
+        error = self._emit_bad_loss(bad)
         self.stop_requested = True
         self.mode.request_stop()
         try:
             return self.mode.leave_gradients_out()
-        except EngineError as error:
-            raise told from error
+        except EngineError as problem:
+            raise error from problem
 
-    def _tell(self, bad: BadLoss) -> LossNotFinite:
+    def _emit_bad_loss(self, bad: BadLoss) -> LossNotFinite:
         rate = self.inner.param_groups[0]["lr"]
         last = self.log.loss
         self.events.emit(LossNotFiniteEvent(step=bad.step, loss=str(bad), learning_rate=rate, last_loss=last))
@@ -399,22 +400,22 @@ class Training:
 
     def _why_to_end(self, bad: BadLoss, rate: float) -> str:
         last = "" if self.log.loss is None else f", the last logged loss {self.log.loss:.4g}"
-        told = f"the loss of worker {self.engine.worker} is {bad} at step {bad.step} (learning rate {rate:.3g}{last})"
+        what = f"the loss of worker {self.engine.worker} is {bad} at step {bad.step} (learning rate {rate:.3g}{last})"
         remedy = f"a lower --inner.lr (now {self.config.inner.lr:g})"
         if self.config.inner.clip_norm is None:
             remedy += " or clipped gradients (--inner.clip_norm 1)"
         if self.engine.elastic and len(self.engine.members()) > 1:
-            return f"{told}: it leaves the swarm, and the others train on. If it comes back, it takes their state"
+            return f"{what}: it leaves the swarm, and the others train on. If it comes back, it takes their state"
         step = self.checkpoints.common_step
         if self.precision.name != "fp32" and step:
             return (
-                f"{told}: begin a new run with {remedy}, or go on from the checkpoint of step {step}, which is from "
+                f"{what}: begin a new run with {remedy}, or go on from the checkpoint of step {step}, which is from "
                 "before, with --resume RUN --compute.precision fp32"
             )
-        return f"{told}: to resume would lead to the same loss; begin a new run with {remedy}, and check the data"
+        return f"{what}: to resume would lead to the same loss; begin a new run with {remedy}, and check the data"
 
     def _end_step(self) -> None:
-        """Note what the rounds of the step have told, and tell what this worker has done."""
+        """Take in the reports of the step's rounds, and report what this worker has done."""
         self.log.step_taken()
         self.checkpoints.note_reports(self.engine.members())
         self.validation.announce()
@@ -438,7 +439,7 @@ class Training:
         )
 
     def _on_cut(self) -> None:
-        """A stopping worker has cut a round short: save this step without it, to post it again after a resume."""
+        """Save this step without its round, which a stopping worker has cut short, to post it again after a resume."""
         if self.precision.loss_scale is None:  # a loss scale changes after the rounds, and cannot be taken back
             self._open_step = True
             self.checkpointer.before_cut()
@@ -453,7 +454,7 @@ class Training:
     def _on_round(self, event: RoundEvent) -> None:
         self._failures = [*self._failures, event.failure] if event.failure is not None else []
         self.events.emit(round_ended(event, self._agreement))
-        self.mode.averager.report = replace(self.mode.averager.report, last_round_seconds=told_round(event))
+        self.mode.averager.report = replace(self.mode.averager.report, last_round_seconds=reported_round(event))
         self.peers.after_round(event)
 
     # The end

@@ -29,7 +29,7 @@ from diloco.training.modes import Mode
 
 _BATCH = 16
 _MOST_COUNTED = 4096
-"""Shares whose tokens are remembered."""
+"""The shares whose tokens are remembered."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Evaluator:
         ranks: WorkerRanks,
         accumulation: int,
     ) -> None:
-        """`accumulation`: micro-batches of a step; an evaluation's batch has as many rows as one of them."""
+        """`accumulation` is the number of micro-batches of a step; an evaluation's batch has as many rows as one of
+        them."""
         self._config = config
         self._corpus = corpus
         self._model = model
@@ -109,7 +110,8 @@ def evaluate(
     ranks: WorkerRanks = ALONE,
     stopped: Callable[[], bool] | None = None,
 ) -> Evaluation:
-    """`share` is (worker, workers, windows of all workers together). The model's train/eval mode stays as it was.
+    """Measure a share of the validation text: (worker, workers, windows of all workers together). The model's
+    train/eval mode stays as it was.
 
     `stopped`: asked before every batch; once it is true, the rest is left out.
 
@@ -173,14 +175,14 @@ class Validation:
         with mode.outer_parameters():
             result = self._evaluator.measure(self._engine.worker, self._engine.workers)
         self._events.emit(EvaluationEvent(step=step, loss=result.loss, tokens=result.tokens))
-        self._tell(mode, result, step)
+        self._report(mode, result, step)
 
     def measure_end(self, mode: Mode) -> None:
         """Measure the final parameters, which are in the model already."""
         result = self._evaluator.measure(self._engine.worker, self._engine.workers)
         # After a stop the workers are some steps apart; the step to evaluate at must be the same for all.
         step = max([mode.averager.inner_steps, *(member.report.inner_steps for member in self._engine.members())])
-        self._tell(mode, result, step)
+        self._report(mode, result, step)
 
     def announce(self) -> None:
         """Write the loss over all shares, once every worker has reported its own."""
@@ -200,7 +202,7 @@ class Validation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.announced_step = state["announced_step"]
 
-    def _tell(self, mode: Mode, result: Evaluation, step: int) -> None:
+    def _report(self, mode: Mode, result: Evaluation, step: int) -> None:
         """Report a result with the next round."""
         mode.averager.report = replace(
             mode.averager.report, validation_loss=result.loss, validation_tokens=result.tokens, validation_step=step

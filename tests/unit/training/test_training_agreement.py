@@ -54,16 +54,16 @@ def test_a_worker_that_turns_its_gradients_around_is_named_within_five_rounds(
     agreement = Agreement()
     with caplog.at_level(logging.WARNING):
         for sequence in range(5):
-            agreement.hear(result(gradients(sequence, liar=liar)))
-    assert agreement.named == ([2] if liar else [])
+            agreement.compare(result(gradients(sequence, liar=liar)))
+    assert agreement.disagreeing == ([2] if liar else [])
     assert len(caplog.records) == (1 if liar else 0)
 
 
 def test_among_three_no_worker_is_named() -> None:
     agreement = Agreement()
     for sequence in range(6):
-        agreement.hear(result(gradients(sequence, liar=True, count=3)))
-    assert agreement.named == []
+        agreement.compare(result(gradients(sequence, liar=True, count=3)))
+    assert agreement.disagreeing == []
 
 
 def simulated(members: int, numel: int, rounds: int, seed: int, turned: int | None = None) -> list[list[int]]:
@@ -79,8 +79,8 @@ def simulated(members: int, numel: int, rounds: int, seed: int, turned: int | No
         values = list(common + noise * torch.randn(members, numel, generator=generator))
         if turned is not None:
             values[turned] = -values[turned]
-        agreement.hear(result(values))
-        named.append(agreement.named)
+        agreement.compare(result(values))
+        named.append(agreement.disagreeing)
     return named
 
 

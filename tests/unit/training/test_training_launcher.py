@@ -128,7 +128,7 @@ def test_what_the_others_answered_is_told_without_a_traceback(
 
 def test_after_a_stop_nobody_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, [0], [-signal.SIGKILL, 0])
-    monkeypatch.setattr(machine.workers, "_pass_on", lambda: None)
+    monkeypatch.setattr(machine.workers, "_signal_stop", lambda: None)
 
     def stop() -> None:
         if machine.said and not machine.workers.stop_requests:
@@ -155,9 +155,9 @@ def test_a_worker_whose_disk_is_full_says_so_though_it_could_write_no_word(
     log = tmp_path / "run" / "logs" / "worker-0.log"
     log.parent.mkdir(parents=True)
     log.write_text("")
-    assert "it wrote nothing" in str(launcher.failure("worker 0", log, 1))
+    assert "it wrote nothing" in str(launcher.worker_error("worker 0", log, 1))
     monkeypatch.setattr(launcher, "free_disk", lambda _: 4096)
-    assert "is full (4.1 kB free): make room, then continue with" in str(launcher.failure("worker 0", log, 1))
+    assert "is full (4.1 kB free): make room, then continue with" in str(launcher.worker_error("worker 0", log, 1))
 
 
 # A fixed set of workers

@@ -55,7 +55,7 @@ def test_a_run_tells_the_values_that_were_left_open(tmp_path: Path) -> None:
 def test_a_run_tells_the_error_feedback_that_its_codec_brings(tmp_path: Path) -> None:
     data, corpus = small_corpus(tmp_path)
     config = small_config(data, SyncConfig(num_inner_steps=2, codec="2bit"), workers=1, steps=2)
-    Training(config, corpus, alone(), EventLog(tmp_path, 0), torch.device("cpu"), tmp_path, leader=True)._tell_start()
+    Training(config, corpus, alone(), EventLog(tmp_path, 0), torch.device("cpu"), tmp_path, leader=True)._emit_start()
     text = (tmp_path / RUN_FILE).read_text()
     assert "#   sync.error_feedback = True\n" in text and "#   sync.error_decay = 0.95\n" in text
 
@@ -63,6 +63,6 @@ def test_a_run_tells_the_error_feedback_that_its_codec_brings(tmp_path: Path) ->
 def test_the_config_with_its_comment_is_still_the_run_file_of_a_resume(tmp_path: Path) -> None:
     data, corpus = small_corpus(tmp_path)
     config = small_config(data, SyncConfig(num_inner_steps=2), workers=1, steps=2, model=ModelChoice("tiny"))
-    Training(config, corpus, alone(), EventLog(tmp_path, 0), torch.device("cpu"), tmp_path, leader=True)._tell_start()
+    Training(config, corpus, alone(), EventLog(tmp_path, 0), torch.device("cpu"), tmp_path, leader=True)._emit_start()
     again = parse_config(merge([str(tmp_path / RUN_FILE)])[0])
     assert replace(again, model=config.model, recipe=None) == config  # merging fills in a preset's shape

@@ -35,10 +35,10 @@ def registry() -> Path:
 class SharedCores:
     """One worker's part of the cores."""
 
-    def __init__(self, set_threads: Callable[[int], None], tell: Emit, *, fixed: int | None, folder: Path) -> None:
-        """`set_threads`: applies a number in this thread. `fixed`: the number that the user has chosen."""
+    def __init__(self, set_threads: Callable[[int], None], emit: Emit, *, fixed: int | None, folder: Path) -> None:
+        """`set_threads` applies a number in this thread. `fixed` is the number that the user has chosen."""
         self._set_threads = set_threads
-        self._tell = tell
+        self._emit = emit
         self._fixed = fixed
         self._folder = folder
         self._file: int | None = None
@@ -71,7 +71,7 @@ class SharedCores:
         self._workers = workers
         threads = max(1, cores() // workers)
         self._set_threads(threads)
-        self._tell(ThreadsEvent(threads=threads, cores=cores(), workers=workers))
+        self._emit(ThreadsEvent(threads=threads, cores=cores(), workers=workers))
 
     def _register(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -83,7 +83,7 @@ class SharedCores:
         self._file = file
 
     def _count(self) -> int:
-        """Live workers, this one included; files of workers that are gone are removed."""
+        """Return the number of live workers, this one included; remove the files of workers that are gone."""
         if self._file is None:
             return 1
         return sum(_is_live(path) for path in self._folder.glob(f"*{_SUFFIX}")) or 1

@@ -68,7 +68,7 @@ EXIT_CODES: dict[type[DiLoCoError], int] = {
 }
 """The exit codes of errors that another start would only meet again; that of any other error is 1."""
 MAX_RESTARTS = 5
-"""Each worker of a swarm is started again so often; the count begins at 0 again after RESTED_SECONDS of uptime."""
+"""The most times that a swarm's worker is started again; counted anew once it has run for RESTED_SECONDS."""
 RESTED_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
@@ -76,7 +76,7 @@ _GRACE_BEFORE_START_SECONDS = 2.0
 """The grace of workers that had not found each other yet."""
 _LONGEST_PAUSE_SECONDS = 30.0
 _FULL_SECONDS = 5.0
-"""Between two looks at a full disk."""
+"""The time between two looks at a full disk."""
 _FULL_BYTES = 1 << 20
 """A disk with less room is full."""
 
@@ -114,18 +114,18 @@ class RestartPolicy(ABC):
         """Return the seconds until a process that ended with `code` starts again; None: it has ended for good."""
 
     @abstractmethod
-    def failure(self, stop_requests: int) -> Exception | None:
+    def run_error(self, stop_requests: int) -> Exception | None:
         """Return why the run has failed, after all processes have ended; None: it has not."""
 
     def begin(self) -> None:  # noqa: B027 - a hook that may stay empty
-        """Called before the processes are started."""
+        """Prepare the run folder; called before the processes are started."""
 
     def must_end(self) -> bool:
         """Return whether the processes that still run are to be killed now; called several times a second."""
         return False
 
     def close(self) -> None:  # noqa: B027 - a hook that may stay empty
-        """Called after all processes have ended."""
+        """Remove what `begin` has left; called after all processes have ended."""
 
 
 class LocalWorkers:
@@ -153,23 +153,23 @@ class LocalWorkers:
                 time.sleep(_POLL_SECONDS)
                 poll()
                 for worker in self.workers:
-                    self._look_at(worker)
+                    self._note_exit(worker)
                 if self._policy.must_end():
                     break
             poll()
         finally:
             self._kill_all()
             self._policy.close()
-        failure = self._policy.failure(self.stop_requests)
-        if failure is not None:
-            raise failure
+        error = self._policy.run_error(self.stop_requests)
+        if error is not None:
+            raise error
 
     def stop(self) -> None:
-        """First request: the workers end, each in its own time. Second: they are killed."""
+        """Let the workers end, each in its own time; at the second request kill them."""
         self.stop_requests += 1
-        self._pass_on()
+        self._signal_stop()
 
-    def _pass_on(self) -> None:
+    def _signal_stop(self) -> None:
         for worker in self.workers:
             worker.send_signal(signal.SIGINT if self.stop_requests == 1 else signal.SIGKILL)
 
@@ -184,9 +184,9 @@ class LocalWorkers:
                 worker.started = time.monotonic()
                 worker.restart_at = None
         if self.stop_requests:  # before the processes had started
-            self._pass_on()
+            self._signal_stop()
 
-    def _look_at(self, worker: LaunchedWorker) -> None:
+    def _note_exit(self, worker: LaunchedWorker) -> None:
         """Note that a process has ended, and start it again when its time has come."""
         if worker.code is not None:
             return
@@ -232,7 +232,7 @@ class EndTogether(RestartPolicy):
         self._ending = False  # since a worker's loss is not finite
         self._failed: LaunchedWorker | None = None  # the first one
         self._deadline = 0.0  # of the others, once one has failed
-        self._silent: list[LaunchedWorker] = []  # did not end by themselves after that
+        self._killed: list[LaunchedWorker] = []  # did not end by themselves after that
 
     def begin(self) -> None:
         self._rendezvous.unlink(missing_ok=True)  # a killed launcher leaves it
@@ -250,7 +250,7 @@ class EndTogether(RestartPolicy):
             return False
         if time.monotonic() <= self._deadline:
             return False
-        self._silent = [worker for worker in self.workers if worker.is_alive]
+        self._killed = [worker for worker in self.workers if worker.is_alive]
         return True
 
     def _read_events(self) -> None:
@@ -279,22 +279,22 @@ class EndTogether(RestartPolicy):
     def close(self) -> None:
         self._rendezvous.unlink(missing_ok=True)
 
-    def failure(self, stop_requests: int) -> Exception | None:
+    def run_error(self, stop_requests: int) -> Exception | None:
         failed = self._failed or self._first_failure()
         if failed is None:
             return None
         if stop_requests > 1:
             return WorkerFailed("killed at the second request to stop: the workers had no time for a last round")
-        silent = "".join(f"; {worker.local} did not end and was killed" for worker in self._silent)
-        return failure(f"{failed.local} of {self._config.workers}", failed.local.log, failed.code or 0, silent)
+        killed = "".join(f"; {worker.local} did not end and was killed" for worker in self._killed)
+        return worker_error(f"{failed.local} of {self._config.workers}", failed.local.log, failed.code or 0, killed)
 
 
 class StartAgain(RestartPolicy):
     """A worker of a swarm is started again, unless it would only end the same way."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        """`tell`: shows a message to the user."""
-        self._tell = tell
+    def __init__(self, note: Callable[[str], None]) -> None:
+        """`note`: shows a message to the user."""
+        self._note = note
 
     def pause_before_restart(self, worker: LaunchedWorker, code: int, *, stopping: bool) -> float | None:
         local = worker.local
@@ -305,46 +305,47 @@ class StartAgain(RestartPolicy):
             or code in EXIT_CODES.values()
             or stopping
             or worker.restarts >= MAX_RESTARTS
-            or self._in_vain(worker, code)
+            or self._would_fail_again(worker, code)
         ):
             if code and len(self.workers) > 1:
-                self._tell(f"{local} has ended for good ({failure(str(local), local.log, code)}); the others train on")
+                self._note(
+                    f"{local} has ended for good ({worker_error(str(local), local.log, code)}); the others train on"
+                )
             return None
         if disk_is_full(local.run_folder):
-            self._tell(
+            self._note(
                 f"{local} ended: the disk of {local.run_folder} is full ({size_text(free_disk(local.run_folder))} "
                 "free). Make room: it is started again when there is some; the others train on meanwhile"
             )
             return _FULL_SECONDS
         worker.restarts += 1
-        self._tell(
-            f"{local} ended ({failure(str(local), local.log, code)}): it is started again ({worker.restarts} of at "
-            f"most {MAX_RESTARTS} times)"
-        )
+        error = worker_error(str(local), local.log, code)
+        self._note(f"{local} ended ({error}): it is started again ({worker.restarts} of at most {MAX_RESTARTS} times)")
         return min(_LONGEST_PAUSE_SECONDS, 2.0 ** (worker.restarts - 1))
 
-    def _in_vain(self, worker: LaunchedWorker, code: int) -> bool:
-        """Return whether it failed before it had joined, or no state to join may be left."""
+    def _would_fail_again(self, worker: LaunchedWorker, code: int) -> bool:
+        """Return whether the worker failed before it had joined, or may find no state left to join."""
         joined = worker.local.run_folder / SWARM_FOLDER / f"{worker.local.log.stem}.json"
         never_joined = code > 0 and not joined.exists()
         return never_joined or any(other.code == LOSS_CODE for other in self.workers)
 
-    def failure(self, stop_requests: int) -> Exception | None:
-        """The run has succeeded if one worker has; otherwise the first worker's failure is the run's."""
+    def run_error(self, stop_requests: int) -> Exception | None:
+        """Return None if one worker has succeeded, and otherwise the first worker's error."""
         if stop_requests > 1:
             return WorkerFailed("killed at the second request to stop: the others notice within seconds")
         if any(worker.code == 0 for worker in self.workers):
             return None
         first = self.workers[0]
-        return failure(str(first.local), first.local.log, first.code or 0)
+        return worker_error(str(first.local), first.local.log, first.code or 0)
 
 
 def disk_is_full(folder: Path) -> bool:
-    """Return whether a process that writes there has ended for that reason; it may have left no word of it."""
+    """Return whether the disk of a folder is full: a process that writes there may have ended for that reason, without
+    a word of it in its log."""
     return free_disk(folder) < _FULL_BYTES
 
 
-def failure(worker: str, log: Path, code: int, more: str = "") -> Exception:
+def worker_error(worker: str, log: Path, code: int, more: str = "") -> Exception:
     """Return the error that the user sees after a worker process has ended with this exit code."""
     output = log.read_text(errors="replace") if log.exists() else ""
     reason = _last_line(output)
@@ -384,7 +385,7 @@ def _last_line(output: str) -> str:
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Processes started inside receive a stop signal only once they unblock it (worker.py); so does this process."""
+    """Let processes started inside, and this one, receive a stop signal only once they unblock it (worker.py)."""
     resource_tracker.ensure_running()  # a process of multiprocessing: starting it later would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -412,7 +413,7 @@ def run_worker(config: RunConfig, local: LocalRank | SwarmSlot) -> NoReturn:
     """
     _write_to_log(local.log)
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which passes it on once
-    _end_with(local.parent)
+    _end_with_parent(local.parent)
     hold_as_worker(local.run_folder)
     code = 1
     try:
@@ -439,7 +440,7 @@ def _write_to_log(path: Path) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """End this process once its launcher is gone, even if that was killed."""
 
     def watch() -> None:

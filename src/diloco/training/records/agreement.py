@@ -1,8 +1,8 @@
 """How well each worker's outer gradients agree with the others', over the rounds: a warning, never a verdict.
 
-Of each contributor the cosine of its outer gradient with the sum of the others' (`leave_one_out`), less the round's
-median, averaged over some rounds. A worker is named whose average is below the median of all by more than each of
-these:
+What is averaged over some rounds is the cosine of a worker's outer gradient with the sum of the others'
+(`leave_one_out`), less the round's median. A worker disagrees whose average is below the median of all by more than
+each of these:
 
     4 median deviations        it is apart from workers that differ from each other, as with other data
     6 standard errors          it is no chance: few workers may be close together, and cosines of small models vary
@@ -23,11 +23,15 @@ from diloco.engines.rounds import RoundResult
 logger = logging.getLogger(__name__)
 
 FEWEST = 4
+"""With fewer workers there is no majority of which one could be apart."""
 DEVIATIONS = 4.0
+"""Median deviations below the median, at least."""
 ERRORS = 6.0
+"""Standard errors below the median, at least."""
 SHARE = 0.5
+"""The part of the median cosine below the median, at least."""
 _LATEST = 0.2  # the weight of the latest round in an average
-_LATEST_NOISE = 0.05
+_LATEST_NOISE = 0.05  # and in the average of a variance
 _LEAST_DEVIATION = 0.01
 _ROUNDS = 5  # before a worker is judged
 
@@ -55,13 +59,15 @@ class _Gap:
 
 
 class Agreement:
+    """The agreement of each worker's outer gradients with the others', over the rounds so far."""
+
     def __init__(self) -> None:
         self._gaps: dict[int, _Gap] = {}
         self._level = math.nan  # the median cosine, averaged
-        self._named: set[int] = set()
+        self._disagreeing: set[int] = set()
 
-    def hear(self, result: RoundResult | None) -> dict[int, float]:
-        """The cosines of this round; warns of a worker once, when it begins to disagree."""
+    def compare(self, result: RoundResult | None) -> dict[int, float]:
+        """Return each contributor's cosine in this round; warn of a worker once, when it begins to disagree."""
         if result is None:
             return {}
         cosines = leave_one_out(result.contributors, result.comparison.products)
@@ -72,7 +78,7 @@ class Agreement:
         for worker, cosine in cosines.items():
             self._gaps.setdefault(worker, _Gap()).add(cosine - middle)
         low = self._low(cosines.keys())
-        for worker in sorted(low - self._named):
+        for worker in sorted(low - self._disagreeing):
             logger.warning(
                 "the outer gradients of worker %d point elsewhere than the others' (cosine %.2f, the others' %.2f): "
                 "other data, a fault, or not honest. sync.merge = clipped bounds what one worker can do",
@@ -80,7 +86,7 @@ class Agreement:
                 self._level + self._gaps[worker].average,
                 self._level,
             )
-        self._named = low
+        self._disagreeing = low
         return cosines
 
     def _low(self, present: Iterable[int]) -> set[int]:
@@ -98,6 +104,6 @@ class Agreement:
         }
 
     @property
-    def named(self) -> list[int]:
+    def disagreeing(self) -> list[int]:
         """The workers that disagree now."""
-        return sorted(self._named)
+        return sorted(self._disagreeing)

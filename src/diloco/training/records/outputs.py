@@ -25,8 +25,8 @@ _QUESTION_TOKENS = 1 << 16  # of the validation text that are looked through
 
 
 def write_model(model: LanguageModel, corpus: Corpus, folder: Path) -> None:
-    """RUN/model/, with the tokenizer and the chat template of the conversations that it was trained on. With LoRA the
-    adapters are merged into it, and RUN/adapter/ has them alone."""
+    """Write RUN/model/, with the tokenizer and the chat template of the conversations that it was trained on. With LoRA
+    the adapters are merged into it, and RUN/adapter/ has them alone."""
     tokenizer = corpus.tokenizer_path
     end_of_text = Tokenizer.load(tokenizer).decode([corpus.meta.end_of_text])
     model.save(folder / MODEL_FOLDER, tokenizer_path=tokenizer, end_of_text=end_of_text)
@@ -36,9 +36,9 @@ def write_model(model: LanguageModel, corpus: Corpus, folder: Path) -> None:
         write_file(folder / MODEL_FOLDER / CHAT_TEMPLATE_FILES[0], corpus.meta.chat_template)
 
 
-def sample(model: LanguageModel, corpus: Corpus, config: RunConfig, tell: Emit, step: int) -> None:
-    """Write a sample as an event, if one is wanted. An error here is no error of the run. It draws from a generator of
-    its own: training goes on as if there had been none."""
+def sample(model: LanguageModel, corpus: Corpus, config: RunConfig, emit: Emit, step: int) -> None:
+    """Write a sample as an event, if one is wanted. An error here is no error of the run. The sample draws from a
+    generator of its own: training goes on as if there had been none."""
     wanted = config.training
     if not wanted.sample_tokens:
         return
@@ -51,9 +51,9 @@ def sample(model: LanguageModel, corpus: Corpus, config: RunConfig, tell: Emit, 
         )
         text = tokenizer.decode(tokens)
     except Exception as error:  # noqa: BLE001 - the model is saved
-        tell(SampleSkippedEvent(reason=str(error), step=step))
+        emit(SampleSkippedEvent(reason=str(error), step=step))
     else:
-        tell(SampleEvent(step=step, prompt=prompt.text, text=text.partition(prompt.end)[0] if prompt.end else text))
+        emit(SampleEvent(step=step, prompt=prompt.text, text=text.partition(prompt.end)[0] if prompt.end else text))
 
 
 class SamplePrompt(NamedTuple):
@@ -68,8 +68,8 @@ class SamplePrompt(NamedTuple):
 
 
 def sample_prompt(corpus: Corpus, config: RunConfig, tokenizer: Tokenizer) -> SamplePrompt:
-    """`training.sample_prompt`, in a run on conversations as the user's message. If it is empty: the start of a text;
-    if only answers are learnt, the first question of the validation text; else a greeting."""
+    """Return `training.sample_prompt`, in a run on conversations as the user's message. If it is empty: the start of a
+    text; if only answers are learnt, the first question of the validation text; else a greeting."""
     given = config.training.sample_prompt
     end_of_text = corpus.meta.end_of_text
     template = _template(corpus, config)
@@ -89,7 +89,7 @@ def sample_prompt(corpus: Corpus, config: RunConfig, tokenizer: Tokenizer) -> Sa
 
 
 def _template(corpus: Corpus, config: RunConfig) -> ChatTemplate | None:
-    """The template of the conversations that the corpus was made from; None if it was made from texts."""
+    """Return the template of the conversations that the corpus was made from; None if it was made from texts."""
     source = corpus.meta.chat_template
     if source is None or config.data.format == "completion":
         return None
@@ -103,8 +103,8 @@ def _template(corpus: Corpus, config: RunConfig) -> ChatTemplate | None:
 
 
 def first_question(corpus: Corpus, longest: int) -> list[int]:
-    """The tokens of the validation text's first conversation up to its first answer; their end, if they are more than
-    three quarters of the `longest` sequence. Empty if the text begins with an answer."""
+    """Return the tokens of the validation text's first conversation up to its first answer; only the last of them, if
+    they are more than three quarters of the `longest` sequence. Empty if the text begins with an answer."""
     bit = corpus.mask_bit
     assert bit is not None, "a corpus in which only some tokens are learnt"
     beginning = np.asarray(corpus.validation()[:_QUESTION_TOKENS], np.int64)
@@ -116,20 +116,20 @@ def first_question(corpus: Corpus, longest: int) -> list[int]:
 class Samples:
     """Samples during training (`training.sample_interval`), written by one worker of a machine."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus, model: LanguageModel, tell: Emit) -> None:
+    def __init__(self, config: RunConfig, corpus: Corpus, model: LanguageModel, emit: Emit) -> None:
         self._config = config
         self._corpus = corpus
         self._model = model
-        self._tell = tell
+        self._emit = emit
         self._last: int | None = None
 
     def after_step(self, step: int) -> float:
-        """Write one if a multiple of the interval was reached or jumped over; the seconds that it took."""
+        """Write a sample if a multiple of the interval was reached or jumped over; return the seconds that it took."""
         interval = self._config.training.sample_interval
         last = self._last
         self._last = step
         if interval is None or step // interval <= (step - 1 if last is None else last) // interval:
             return 0.0
         started = time.monotonic()
-        sample(self._model, self._corpus, self._config, self._tell, step)
+        sample(self._model, self._corpus, self._config, self._emit, step)
         return time.monotonic() - started

@@ -33,7 +33,7 @@ from diloco.training.records.summary import versions
 
 
 def started_fields(config: RunConfig, engine: Connection, model: LanguageModel, corpus: Corpus) -> dict[str, Any]:
-    """The fields of a WorkerStartedEvent, but for the device and the precision."""
+    """Return the fields of a WorkerStartedEvent, but for the device and the precision."""
     return {
         "workers": engine.workers,
         "ranks": engine.ranks.count,
@@ -87,28 +87,28 @@ def write_resolved(folder: Path, config: RunConfig, resolved: Mapping[str, Any])
 
 
 def round_members(members: Iterable[Member]) -> list[RoundMember]:
-    """The members as events have them: all but their notes, which are for the other workers only."""
+    """Return the members as events have them: all but their notes, which are for the other workers only."""
     return [
         RoundMember(
             worker=member.worker,
             anchor_digest=member.anchor_digest,
             weight=member.weight,
             norm=member.norm,
-            report=_report(member.report),
+            report=_member_report(member.report),
         )
         for member in members
     ]
 
 
-def _report(report: Report) -> MemberReport:
+def _member_report(report: Report) -> MemberReport:
     values = asdict(report)
     known = {field.name: values.pop(field.name) for field in fields(MemberReport) if field.name in values}
     return MemberReport(**known, extra=values)
 
 
 def round_ended(event: RoundEvent, agreement: Agreement) -> RoundEndedEvent:
-    """A round as the log has it."""
-    with_others = agreement.hear(event.result)
+    """Return a round as the log has it."""
+    with_others = agreement.compare(event.result)
     return RoundEndedEvent(
         sequence=event.key.sequence,
         fragment=event.key.fragment,
@@ -118,7 +118,7 @@ def round_ended(event: RoundEvent, agreement: Agreement) -> RoundEndedEvent:
         dropped=event.dropped,
         cosines=event.cosines(),
         agreement={str(worker): cosine for worker, cosine in with_others.items()},
-        disagreeing=agreement.named,
+        disagreeing=agreement.disagreeing,
         **{name: getattr(event, name) for name in ROUND_STATISTICS},
         **event.phase_seconds(),
         **({} if event.result is None else _result_fields(event.result)),
@@ -140,15 +140,15 @@ def _result_fields(result: RoundResult) -> dict[str, Any]:
     }
 
 
-def told_round(event: RoundEvent) -> tuple[float, ...]:
-    """Return what a worker tells the others of a round that has ended for it: `Report.last_round_seconds`."""
+def reported_round(event: RoundEvent) -> tuple[float, ...]:
+    """Return what a worker reports to the others of a round that has ended for it: `Report.last_round_seconds`."""
     seconds = event.phase_seconds()
     known = (seconds[f"{name}_seconds"] for name in REPORTED_PHASES)
     return (float(event.key.sequence), *(math.nan if value is None else round(value, 4) for value in known))
 
 
 def end_fields(mode: Mode, steps: int) -> dict[str, Any]:
-    """The fields of a WorkerEndedEvent, as far as the mode knows them. `steps`: of the whole run."""
+    """Return the fields of a WorkerEndedEvent, as far as the mode knows them. `steps` are those of the whole run."""
     averager = mode.averager
     position = averager.inner_steps if mode.ended_at is None else mode.ended_at
     return {

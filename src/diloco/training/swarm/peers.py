@@ -145,14 +145,14 @@ class SwarmPeers(Peers):
         self._corpus: Corpus = texts.shared
         self._missing: list[int] = []
         self._note = b""
-        self._noted = -1  # the step of the figure in the note
+        self._noted_step = -1  # that of the validation figure in the note
         self._failing_since: float | None = None
         self._refusals = 0  # of this worker's contributions, in a row
         self._last_step = time.monotonic()
         self._step_seconds = 0.0
         self._tokens = 0
         self._loss = math.nan
-        self._listed = 0.0
+        self._listed_at = 0.0
         self._stopped: Callable[[], bool] = lambda: False
         self.tokens = TokenCounts()
         outer.tells_progress = False  # this does, with the tokens of the run
@@ -160,7 +160,7 @@ class SwarmPeers(Peers):
         outer.on_resync = self._on_resync
 
     def begin(self, *, joined: bool, stopped: Callable[[], bool]) -> None:
-        """The present members share the text out; at the first step of a run, wait until min_workers are there."""
+        """Share the text out among the present members; at the first step, wait until min_workers are there."""
         outer = self._outer
         self._thread = threading.get_ident()
         self._stopped = stopped
@@ -183,12 +183,12 @@ class SwarmPeers(Peers):
         if self._outer.inner_steps != self._config.sync.warm_start:
             return
         wanted = self._config.swarm.min_workers
-        reported = -1
+        reported = -1  # present workers
         while (present_workers := len(present(self._engine))) < wanted and not self._stopped():
             if present_workers != reported:
                 self._events.emit(WaitingEvent(present=present_workers, wanted=wanted))
                 reported = present_workers
-            self._tell_progress()  # joiners wait for the end of a warm start
+            self._send_progress()  # joiners wait for the end of a warm start
             time.sleep(_POLL_SECONDS)
 
     # Saved: how far all known readers have read the text
@@ -198,7 +198,7 @@ class SwarmPeers(Peers):
         return {"read": as_json(self.claims.known), "token_counts": self.tokens.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A worker that resumes alone has other shards than before."""
+        """Go on from the saved positions; a worker that resumes alone has other shards than before."""
         self.tokens.load_state_dict(state.get("token_counts", {}))  # an earlier version saved none
         self.claims.learn({int(shard): ShardProgress(*read) for shard, read in state["read"].items()})
         known = self.claims.known
@@ -223,13 +223,13 @@ class SwarmPeers(Peers):
         now = time.monotonic()
         self._step_seconds += 0.1 * (now - self._last_step - self._step_seconds)
         self._last_step = now
-        if self._noted != self._validation.announced_step:  # a joiner gets the latest figure with the state
+        if self._noted_step != self._validation.announced_step:  # a joiner gets the latest figure with the state
             self._write_note()
         self._tokens = tokens
         self._loss = math.nan if loss is None else loss
-        self._tell_progress()
+        self._send_progress()
 
-    def _tell_progress(self) -> None:
+    def _send_progress(self) -> None:
         if self._swarm is not None:  # the engine sends it at most twice a second
             self._engine.progress(
                 inner_steps=self._outer.inner_steps,
@@ -242,9 +242,9 @@ class SwarmPeers(Peers):
     def list_members(self) -> None:
         """Write the members to the event log every _LIST_SECONDS, for the display."""
         now = time.monotonic()
-        if self._swarm is None or now - self._listed < _LIST_SECONDS:
+        if self._swarm is None or now - self._listed_at < _LIST_SECONDS:
             return
-        self._listed = now
+        self._listed_at = now
         members = [member for member in self._swarm.status().members if member.number >= 0]
         listed = [_listed(member) for member in members[:_MOST_LISTED]]
         self._events.emit(MembersEvent(present=listed, run_tokens=self.tokens.total))
@@ -260,17 +260,18 @@ class SwarmPeers(Peers):
         if result is None:
             return
         self._refusals = self._refusals + 1 if self._engine.worker in result.refused else 0
-        self._guarded("what the members told with a round", self._hear, event.key.sequence, result)
+        self._guarded("what the members told with a round", self._take_in_round, event.key.sequence, result)
         self.claims.renumber(self._engine.worker)
         if result.roster and tuple(sorted({*result.roster, self._engine.worker})) != self.claims.roster:
             self._follow(result.roster)
 
-    def _hear(self, sequence: int, result: RoundResult) -> None:
+    def _take_in_round(self, sequence: int, result: RoundResult) -> None:
+        """Take in what the members of a round have reported and noted."""
         notes = {member.worker: _read(member.note) for member in result.members}
         contributed = {worker: notes[worker] for worker in result.contributors if worker in notes}
         most = self._most_tokens(sequence)
-        for worker, told in self.tokens.after_round(contributed, most).items():
-            self._events.emit(TokensDoubtedEvent(member=worker, round=sequence, tokens=told, most=most))
+        for worker, tokens in self.tokens.after_round(contributed, most).items():
+            self._events.emit(TokensDoubtedEvent(member=worker, round=sequence, tokens=tokens, most=most))
         notes.pop(self._engine.worker, None)
         for worker, note in notes.items():
             self.claims.read_note(worker, note)
@@ -280,10 +281,10 @@ class SwarmPeers(Peers):
         """Return the tokens of all steps of the schedule until this round is posted."""
         return self._outer.schedule.post_step(sequence) * self._config.tokens_per_step
 
-    def _guarded(self, what: str, take_in: Callable[..., None], *told: object) -> None:
-        """Take in what other machines have told. A fault of this program in that does not end the training."""
+    def _guarded(self, what: str, take_in: Callable[..., None], *received: object) -> None:
+        """Take in what other machines have sent. A fault of this program in that does not end the training."""
         try:
-            take_in(*told)
+            take_in(*received)
         except Exception as problem:
             logger.error("a fault of this worker's program, in reading %s", what, exc_info=problem)
             reason = f"{type(problem).__name__}: {problem}"[:200]
@@ -306,15 +307,15 @@ class SwarmPeers(Peers):
         if threading.get_ident() == self._thread:
             note = self.claims.describe(self._reader, self._validation.note())
             self._note = write_note(self.tokens.in_note(note, self._outer.report.tokens))
-            self._noted = self._validation.announced_step
+            self._noted_step = self._validation.announced_step
         return self._note
 
     def _read_state_note(self) -> None:
         """Take in the note of the member that sent this worker its state: how far the shards have been read."""
-        self._guarded("the note of a state", self._hear_state, _read(self._outer.arrived_note))
+        self._guarded("the note of a state", self._take_in_state_note, _read(self._outer.arrived_note))
         self._validation.record_absence()
 
-    def _hear_state(self, note: Note) -> None:
+    def _take_in_state_note(self, note: Note) -> None:
         self.claims.read_state_note(note)
         self.tokens.read_state_note(note, self._most_tokens(self._outer.sequence))
 
@@ -345,11 +346,11 @@ class SwarmPeers(Peers):
         rounds were without this worker's contribution, or if no round has succeeded for CUT_OFF_SECONDS."""
         if self._swarm is not None and self._swarm.excluded is not None:
             raise Excluded(f"the swarm has excluded this worker: {self._swarm.excluded}")
-        without = len(failures) or self._refusals
-        if without >= FAILURES_IN_A_ROW and loss is not None and not math.isfinite(loss):
+        rounds_without = len(failures) or self._refusals
+        if rounds_without >= FAILURES_IN_A_ROW and loss is not None and not math.isfinite(loss):
             raise EngineError(
-                f"the last {without} rounds failed or refused this worker's contribution, and the loss is {loss}: "
-                f"lower inner.lr ({self._config.inner.lr}) or check the data"
+                f"the last {rounds_without} rounds failed or refused this worker's contribution, and the loss is "
+                f"{loss}: lower inner.lr ({self._config.inner.lr}) or check the data"
             )
         if not failures:
             self._failing_since = None

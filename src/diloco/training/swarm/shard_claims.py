@@ -118,18 +118,20 @@ class ShardClaims:
         local_shards = [shard for shard in mine if self._corpus.has(shard)]
         if not local_shards or local_shards == reader.shards:
             return False
-        before = reader.shards, reader.progress()
-        self.learn(before[1])
+        shards_before = reader.shards
+        progress_before = reader.progress()
+        self.learn(progress_before)
         try:
             reader.take(self.known, shards=local_shards)
         except DataError as error:  # too little text is here: keep the old shards until the rest has arrived
             logger.info("shards %s are not enough yet: %s", local_shards, error)
-            reader.take({**self.known, **before[1]}, shards=before[0])
+            reader.take({**self.known, **progress_before}, shards=shards_before)
             return False
         return True
 
     def missing(self) -> list[int]:
-        """Shards to fetch: this worker's own first, then those of the next member, so that each is on two machines."""
+        """Return the shards to fetch: this worker's own first, then those of the next member, so that each is on two
+        machines."""
         index, members = index_among(set(self.roster) - self._apart, self._worker)
         wanted = [*self.shards(), *shards_of(self._corpus.shards, (index + 1) % members, members)]
         return [] if self.own_text else [shard for shard in dict.fromkeys(wanted) if not self._corpus.has(shard)]
@@ -138,10 +140,10 @@ class ShardClaims:
 class ShardFetcher:
     """Fetches missing shards one after another in a thread; those that failed can be tried again after a while."""
 
-    def __init__(self, corpus: Corpus, fetch: Fetch, tell: Emit) -> None:
+    def __init__(self, corpus: Corpus, fetch: Fetch, emit: Emit) -> None:
         self._corpus = corpus
         self._fetch = fetch
-        self._tell = tell
+        self._emit_event = emit
         self._thread: threading.Thread | None = None
         self._not_before = 0.0
         self._failure = ""
@@ -171,15 +173,15 @@ class ShardFetcher:
                 reason = str(error)
                 logger.warning("shard %d could not be fetched: %s", shard, reason)
             else:
-                self._say(ShardFetchedEvent(shard=shard))
+                self._emit(ShardFetchedEvent(shard=shard))
                 self.arrived.set()
         self._not_before = time.monotonic() + RETRY_SECONDS
         if failed and reason != self._failure:  # the same reason is reported once
-            self._say(ShardsNotFetchedEvent(shards=failed, reason=reason))
+            self._emit(ShardsNotFetchedEvent(shards=failed, reason=reason))
         self._failure = reason
 
-    def _say(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         try:
-            self._tell(event)
+            self._emit_event(event)
         except OSError as error:
             logger.error("the event '%s' was not written: %s", event.type, error)

@@ -34,7 +34,7 @@ class TokenCounts:
         return sum(self.by_worker.values())
 
     def begin(self, worker: int) -> None:
-        """This worker has joined, and counts its own steps from 0 again."""
+        """Count this worker's own steps from 0 again: it has joined."""
         self.earlier = self.by_worker.get(worker, 0)
 
     def in_note(self, note: Note, tokens: int) -> Note:
@@ -42,10 +42,10 @@ class TokenCounts:
         return replace(note, own_tokens=self.earlier + tokens, tokens=dict(sorted(self.by_worker.items())))
 
     def after_round(self, notes: Mapping[int, Note], most: int) -> dict[int, int]:
-        """Take in the notes of the workers whose contributions are in a mean, by worker: each one's own word counts, up
-        to `most`, the tokens of all steps of the schedule so far.
+        """Take in the notes of the workers whose contributions are in a mean: the count of each, up to `most`, the
+        tokens of all steps of the schedule so far.
 
-        Returns what those have told that told more, and did not the time before.
+        Returns the counts of the workers that claim more, and did not the time before.
         """
         newly_doubted = {}
         for worker, note in notes.items():
@@ -58,7 +58,7 @@ class TokenCounts:
         return newly_doubted
 
     def read_state_note(self, note: Note, most: int) -> None:
-        """Take in the word of the member that sent this worker its state."""
+        """Take in the counts of the member that sent this worker its state."""
         for worker, tokens in note.tokens.items():
             self._learn(worker, min(tokens, most))
 
@@ -66,11 +66,12 @@ class TokenCounts:
         self.by_worker[worker] = max(tokens, self.by_worker.get(worker, 0))
 
     def agree(self, notes: Iterable[Note], most: int) -> None:
-        """All that have confirmed the end have these notes of each other: take the (upper) median of each count."""
-        told = [note.tokens for note in notes]
-        for worker in {worker for counts in told for worker in counts}:
-            counts = sorted(tokens[worker] for tokens in told if worker in tokens)
-            if 2 * len(counts) >= len(told):
+        """Take the (upper) median of each count in these notes, which all that have confirmed the end have of each
+        other."""
+        tables = [note.tokens for note in notes]
+        for worker in {worker for table in tables for worker in table}:
+            counts = sorted(table[worker] for table in tables if worker in table)
+            if 2 * len(counts) >= len(tables):
                 self.by_worker[worker] = min(counts[len(counts) // 2], most)
 
     # Saved
@@ -79,6 +80,6 @@ class TokenCounts:
         return {"by_worker": {str(worker): count for worker, count in self.by_worker.items()}, "earlier": self.earlier}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """An earlier version saved none."""
+        """Go on from the saved counts; an earlier version saved none."""
         self.by_worker = {int(worker): count for worker, count in state.get("by_worker", {}).items()}
         self.earlier = state.get("earlier", 0)

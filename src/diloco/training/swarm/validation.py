@@ -85,7 +85,7 @@ class SwarmValidation(Validation):
         leader: bool,
         stopped: Callable[[], bool],
     ) -> None:
-        """`stopped`: this worker is to end, and measures nothing more."""
+        """`stopped` says whether this worker is to end, and measures nothing more."""
         super().__init__(config, evaluator, outer.engine, events, leader=leader)
         self._outer = outer
         self._stopped = stopped
@@ -98,7 +98,7 @@ class SwarmValidation(Validation):
         self._not_before = 0  # the round that carries the reports of the last measurement
 
     def measure_start(self, mode: Mode, *, joined: bool) -> None:
-        """The worker that starts the run measures all; the others receive the figure with their first notes."""
+        """Measure all, as the worker that starts the run; the others receive the figure with their first notes."""
         if not joined:
             self._due = _Round(-1, 0, (self._engine.worker,))
             super().measure_start(mode, joined=False)
@@ -108,9 +108,9 @@ class SwarmValidation(Validation):
 
         `notes`: those of the other members, by worker.
         """
-        self._hear(members)
+        self._take_in_shares(members)
         self._go_on_without_withheld(sequence, {member.worker for member in members})
-        self._hear_figures(notes)
+        self._take_in_figures(notes)
         schedule = self._outer.schedule
         interval = self._config.eval_interval
         step = schedule.post_step(sequence)
@@ -121,7 +121,7 @@ class SwarmValidation(Validation):
             self._due = self._last
 
     def record_absence(self) -> None:
-        """This worker has taken over the others' state: they may have figures of rounds that it was not in."""
+        """Note that this worker has taken over the others' state, who may have figures of rounds that it was not in."""
         self._absent = True
 
     def due(self, step: int) -> bool:
@@ -141,7 +141,7 @@ class SwarmValidation(Validation):
             self._record(mode, result, due)
 
     def measure_end(self, mode: Mode) -> None:
-        """This worker's share, if it was in the last round; the confirmation carries it to the others."""
+        """Measure this worker's share, if it was in the last round; the confirmation carries it to the others."""
         if not mode.must_end and self._last is not None and self._is_anchor_after(self._last):
             last = replace(self._last, step=self._config.steps)
             self._record(mode, self._evaluator.measure(*self._share(last)), last)
@@ -151,7 +151,7 @@ class SwarmValidation(Validation):
 
     def announce_end(self) -> None:
         """Measure, as the leader, the shares that are missing after the confirmation: their workers are gone."""
-        self._hear(self._engine.members())
+        self._take_in_shares(self._engine.members())
         step = self._config.steps
         last = self._last
         if self.announced_step >= step or self._outer.inner_steps < step or self._stopped() or not self._leader:
@@ -173,19 +173,18 @@ class SwarmValidation(Validation):
             return None
         return ValidationFigure(self.announced_step, self._figure.loss, self._figure.tokens)
 
-    def _hear_figures(self, notes: Mapping[int, Note]) -> None:
-        """Take over a later figure that most members tell; for a worker that was absent, most others."""
-        told = Counter(_key(note.validation) for note in notes.values() if note.validation is not None)
-        if not told:
+    def _take_in_figures(self, notes: Mapping[int, Note]) -> None:
+        """Take over a later figure that most members have in their notes; for a worker that was absent, most others."""
+        figures = Counter(_key(note.validation) for note in notes.values() if note.validation is not None)
+        if not figures:
             return
-        (step, loss, tokens), tellers = told.most_common(1)[0]
-        enough = 2 * tellers > len(notes) + (0 if self._absent else 1)
+        (step, loss, tokens), votes = figures.most_common(1)[0]
+        enough = 2 * votes > len(notes) + (0 if self._absent else 1)
         if enough and self.announced_step < step <= self._outer.inner_steps and tokens <= self._evaluator.all_tokens:
-            names = [worker for worker, note in notes.items() if _key(note.validation) == (step, loss, tokens)]
+            members = [worker for worker, note in notes.items() if _key(note.validation) == (step, loss, tokens)]
+            figure = Evaluation(math.nan if loss is None else loss, tokens)
             self._absent = False
-            self._announce(
-                step, Evaluation(math.nan if loss is None else loss, tokens), told_by=sorted(names)[:_MOST_NAMED]
-            )
+            self._announce(step, figure, told_by=sorted(members)[:_MOST_NAMED])
 
     def state_dict(self) -> dict[str, Any]:
         if self._figure is None:
@@ -208,7 +207,7 @@ class SwarmValidation(Validation):
         return merged.members.index(self._engine.worker), len(merged.members)
 
     def _record(self, mode: Mode, result: Evaluation, measured: _Round) -> None:
-        self._tell(mode, result, measured.step)
+        self._report(mode, result, measured.step)
         self._open[measured.step] = _Measurement(
             measured, self._not_before + _LATE_ROUNDS, {self._engine.worker: result}
         )
@@ -216,7 +215,7 @@ class SwarmValidation(Validation):
             del self._open[step]
         self._announce_complete()
 
-    def _hear(self, members: Sequence[Member]) -> None:
+    def _take_in_shares(self, members: Sequence[Member]) -> None:
         """Take in the shares of open measurements; one with another number of tokens than it has is no share."""
         for member in members:
             report = member.report
@@ -245,8 +244,8 @@ class SwarmValidation(Validation):
                 self._announce_shares(step, measured.shares)
 
     def _go_on_without_withheld(self, sequence: int, there: set[int]) -> None:
-        """A worker that is there and keeps back its share for the second time is left out of the figure: else no
-        figure would ever be complete."""
+        """Leave out of the figure a worker that is there and withholds its share for the second time: else no figure
+        would ever be complete."""
         for step, measured in sorted(self._open.items()):
             missing = self._missing(measured)
             if step <= self.announced_step or sequence < measured.judged_at or not missing <= there:
