@@ -28,7 +28,7 @@ HEADERS = {
 
 
 class Access:
-    """ASGI middleware around the whole server. `token` None: loopback, where no token is needed."""
+    """ASGI middleware around the whole server, which refuses requests. `token` None: loopback, where none is needed."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
@@ -44,8 +44,8 @@ class Access:
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
             await send(message)
 
-        answer = self._refusal(scope)
-        await (answer or self._app)(scope, receive, send_with_headers)
+        refusal = self._refusal(scope)
+        await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
         if scope["method"] not in ("GET", "HEAD"):
@@ -58,27 +58,27 @@ class Access:
                 return PlainTextResponse("This dashboard answers to 127.0.0.1 and localhost only.", 421)
             return None
         query = parse_qs(scope["query_string"].decode("latin-1"))
-        given = query.pop("token", [None])[0]
-        if given is not None and self._is_token(given):
-            return self._remembering(scope["path"], query)
+        query_token = query.pop("token", [None])[0]
+        if query_token is not None and self._is_token(query_token):
+            return self._redirect_with_cookie(scope["path"], query)
         if any(self._is_token(token) for token in (_cookie(headers), _bearer(headers)) if token is not None):
             return None
         return PlainTextResponse("Open the whole link that `diloco dashboard` printed: it has a token.", 403)
 
-    def _is_token(self, given: str) -> bool:
+    def _is_token(self, token: str) -> bool:
         assert self._token is not None
-        return hmac.compare_digest(given.encode(), self._token.encode())
+        return hmac.compare_digest(token.encode(), self._token.encode())
 
-    def _remembering(self, path: str, query: Mapping[str, list[str]]) -> Response:
-        """Back to the same page without the token in the address, which others may see.
+    def _redirect_with_cookie(self, path: str, query: Mapping[str, list[str]]) -> Response:
+        """Redirect to the same page without the token in the address, which others may see; a cookie keeps it.
 
         SameSite=lax: a link with the token that is clicked on another site, in a mail or a chat, opens the page. The
         cookie comes with such a navigation and with nothing else that another site starts, and the server only reads.
         """
         assert self._token is not None
-        rest = urlencode(query, doseq=True)
+        remaining_query = urlencode(query, doseq=True)
         target = "/" + path.lstrip("/")  # never //elsewhere
-        response = RedirectResponse(f"{target}?{rest}" if rest else target, 303)
+        response = RedirectResponse(f"{target}?{remaining_query}" if remaining_query else target, 303)
         response.set_cookie(COOKIE, self._token, httponly=True, samesite="lax")
         return response
 
@@ -92,5 +92,5 @@ def _cookie(headers: Mapping[str, str]) -> str | None:
 
 
 def _bearer(headers: Mapping[str, str]) -> str | None:
-    kind, _, given = headers.get("authorization", "").partition(" ")
-    return given.strip() if kind.lower() == "bearer" else None
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else None

@@ -61,7 +61,7 @@ METRICS = {
 
 
 def exposition(states: Sequence[Json]) -> str:
-    """`states`: of each run, as `snapshot` makes them, with its name as `run`."""
+    """Write the samples of all runs. `states`: what `snapshot` makes of each run, with its name as `run`."""
     samples_of: dict[str, list[str]] = {name: [] for name in METRICS}
     for state in states:
         for name, (labels, value) in _samples(state):
@@ -104,8 +104,8 @@ def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
     counts = Counter(
         str(participant["state"]).partition(":")[0] for participant in state["members"] or state["workers"]
     )
-    for which, count in sorted(counts.items()):
-        yield "diloco_members", ({"state": which or "training"}, count)
+    for member_state, count in sorted(counts.items()):
+        yield "diloco_members", ({"state": member_state or "training"}, count)
     for worker in state["workers"]:
         label = {"worker": str(worker["worker"])}
         yield "diloco_bytes_sent_total", (label, worker["bytes_sent"])
@@ -121,7 +121,7 @@ def _samples(state: Json) -> Iterator[tuple[str, Sample]]:
 
 
 def _steps(state: Json) -> dict[int, float]:
-    """The step of each worker; members of a swarm that are gone have none."""
+    """Return the step of each worker; members of a swarm that are gone have none."""
     steps = {participant["worker"]: participant["step"] for participant in state["workers"]}
     for participant in state["members"]:
         if participant["state"] in GONE:
@@ -132,7 +132,7 @@ def _steps(state: Json) -> dict[int, float]:
 
 
 def _number(value: object) -> str | None:
-    """None for what is no number: nan has a meaning for Prometheus, which no field of a run has."""
+    """Write a number; None for nan, whose meaning for Prometheus no field of a run has, and for all other values."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return str(int(value)) if float(value).is_integer() else repr(float(value))

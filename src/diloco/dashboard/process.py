@@ -36,7 +36,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(port: int, host: str = LOOPBACK) -> socket.socket:
-    """A listening socket; port 0: any free one. ConfigError if it cannot be had."""
+    """Open a listening socket, at any free port for port 0; ConfigError if that is not possible."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"dashboard port {port}: it must be from 1 to 65535 (0: any free one)")
     try:
@@ -59,7 +59,7 @@ def listen(port: int, host: str = LOOPBACK) -> socket.socket:
 
 
 def new_token(host: str) -> str | None:
-    """None on loopback, where other machines cannot connect."""
+    """Make a random token; None on loopback, where other machines cannot connect."""
     return None if is_loopback(host) else secrets.token_urlsafe(24)
 
 
@@ -100,7 +100,7 @@ class DashboardProcess:
         self._run = run
         self._report = report
         self._process: subprocess.Popen[bytes] | None = None
-        self._told = False
+        self._has_reported = False
 
     def __enter__(self) -> "DashboardProcess":
         log = self._run / "logs" / "dashboard.log"
@@ -113,19 +113,19 @@ class DashboardProcess:
                     stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=[number], start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
-            self._tell(f"could not be started ({error})")
+            self._report_once(f"could not be started ({error})")
         self._listener.close()
         return self
 
     def poll(self) -> None:
         """Report once that the server has died; cheap enough to call several times a second."""
         if self._process is not None and self._process.poll() is not None:
-            self._tell("has ended")
+            self._report_once("has ended")
 
-    def _tell(self, what: str) -> None:
-        if not self._told:
-            self._told = True
-            self._report(f"the dashboard {what} (see {self._run / 'logs' / 'dashboard.log'}); the training goes on")
+    def _report_once(self, failure: str) -> None:
+        if not self._has_reported:
+            self._has_reported = True
+            self._report(f"the dashboard {failure} (see {self._run / 'logs' / 'dashboard.log'}); the training goes on")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -144,10 +144,10 @@ class DashboardProcess:
 
 def main(run: Path, listener_number: int) -> None:
     os.nice(10)  # the training comes first
-    serve(run, socket.socket(fileno=listener_number), None, until=lambda: _end_of(sys.stdin.fileno()))
+    serve(run, socket.socket(fileno=listener_number), None, until=lambda: _wait_for_end(sys.stdin.fileno()))
 
 
-def _end_of(file: int) -> None:
+def _wait_for_end(file: int) -> None:
     while os.read(file, 1024):
         pass
 

@@ -29,8 +29,8 @@ _MOST_FILE_BYTES = 16 << 20
 _DECODER = msgspec.json.Decoder()
 _SHALLOW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LONG_LINE = 8192
-_OF_ALL_WORKERS = ("cosines", "members")
-"""Fields of a round that every worker of this machine reports: large, and decoded once."""
+_REPEATED_FIELDS = ("cosines", "members")
+"""Fields of a round that every worker of this machine reports alike: large, so they are decoded once."""
 
 
 class Run:
@@ -43,7 +43,8 @@ class Run:
         """Rises with every change."""
         self._lock = threading.Lock()
         self._live = LiveHistory(folder, decoder=QuickLines)
-        self._ended: tuple[float, Json | None] = (0.0, None)
+        self._summary: Json | None = None
+        self._summary_modified = 0.0
 
     def refresh(self) -> int:
         """Read what is new, and return the version."""
@@ -60,18 +61,19 @@ class Run:
     def _read_summary(self) -> None:
         path = self.folder / SUMMARY_FILE
         try:
-            changed = path.stat().st_mtime
+            modified = path.stat().st_mtime
         except OSError:
-            changed = 0.0
-        if changed != self._ended[0]:
-            self._ended = (changed, _read_json(path) if changed else None)
+            modified = 0.0
+        if modified != self._summary_modified:
+            self._summary_modified = modified
+            self._summary = _read_json(path) if modified else None
             self.version += 1
 
     def state(self, until: float | None = None) -> Json:
         self.refresh()
         with self._lock:
             options = self.options()
-            state = snapshot(self._figures(until), options, self._ended[1], time.time())
+            state = snapshot(self._figures(until), options, self._summary, time.time())
             if state["status"] == "empty" and self._is_new():
                 state |= {"status": "starting", "doing": DOING["started"]}
             return {"run": self.name, "version": self.version, "problems": self._problems(), **state}
@@ -81,15 +83,15 @@ class Run:
         return RunFigures(self._history, until, elastic=elastic)
 
     def _is_new(self) -> bool:
-        return time.time() - _changed(self.folder) < SILENT_SECONDS
+        return time.time() - _last_write(self.folder) < SILENT_SECONDS
 
-    def series(self, until: float | None, points: int, chosen: set[int] | None) -> Json:
+    def series(self, until: float | None, points: int, workers: set[int] | None) -> Json:
         self.refresh()
         with self._lock:
-            return {"run": self.name, "version": self.version, **series(self._figures(until), points, chosen)}
+            return {"run": self.name, "version": self.version, **series(self._figures(until), points, workers)}
 
     def rounds(self, until: float | None, count: int, before: int | None = None) -> Json:
-        """The last `count` rounds, or those before the round `before`."""
+        """Return the last `count` rounds, or the last ones before round `before`."""
         self.refresh()
         with self._lock:
             selected = [
@@ -109,7 +111,7 @@ class Run:
             return {"run": self.name, "resolved": bool(resolved), "options": resolved or self.options()}
 
     def options(self) -> Json:
-        """config.toml, by dotted key; empty if it cannot be read."""
+        """Read config.toml by dotted key; empty if it cannot be read."""
         try:
             path = self.folder / RUN_FILE
             if path.stat().st_size > _MOST_FILE_BYTES:
@@ -119,9 +121,9 @@ class Run:
             return {}
 
     def brief(self, *, read: bool = True) -> Json:
-        """The run in a line of the list: the summary of a run that has ended, and of any other what its log says now.
+        """Return a line of the list of runs, from the summary of a run that has ended, else from its log.
 
-        `read`: read what is new in the log; else what was read before.
+        `read`: read what is new in the log; without it the line says what was read before.
         """
         options = self.options()
         about = {
@@ -129,13 +131,13 @@ class Run:
         }
         with self._lock:
             self._read_summary()
-            ended = self._ended[1]
-        if ended is None and read:
+            summary = self._summary
+        if summary is None and read:
             self.refresh()
         with self._lock:
-            state = _from_summary(ended) if ended is not None else self._from_log(options)
-        last = _changed(self.folder)
-        return {"run": self.name, "last_time": last, "steps": options.get("steps"), "about": about, **state}
+            state = _from_summary(summary) if summary is not None else self._from_log(options)
+        last_time = _last_write(self.folder)
+        return {"run": self.name, "last_time": last_time, "steps": options.get("steps"), "about": about, **state}
 
     def _from_log(self, options: Json) -> Json:
         state = snapshot(self._figures(None), options, None, time.time())
@@ -153,7 +155,7 @@ class Run:
         }
 
     def _problems(self) -> list[str]:
-        """Return what a reader of the page should know about the log."""
+        """List what a reader of the page should know about the log."""
         problems = []
         if self._live.reader.newest_version > EVENTS_VERSION:
             problems.append(
@@ -193,9 +195,9 @@ class RunFolder:
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            what = "it is a file" if root.exists() else "there is no such folder"
+            problem = "it is a file" if root.exists() else "there is no such folder"
             raise ConfigError(
-                f"{root} is not a run folder, nor a folder of runs: {what}. "
+                f"{root} is not a run folder, nor a folder of runs: {problem}. "
                 "`diloco train` prints the run folder; the default is the folder `runs` in the current one"
             )
         self.root = root
@@ -207,44 +209,45 @@ class RunFolder:
             )
 
     def find(self) -> dict[str, Run]:
-        """The runs by name, newest first; without those whose folder is gone."""
+        """Find the runs by name, newest first; those whose folder is gone are left out."""
         with self._lock:
             runs = {}
             for folder, name in _run_folders(self.root):
                 runs[name] = self._runs.get(name) or Run(folder, name)
             self._runs |= runs
-            return dict(sorted(runs.items(), key=lambda item: -_changed(item[1].folder)))
+            return dict(sorted(runs.items(), key=lambda item: -_last_write(item[1].folder)))
 
     def run(self, name: str) -> Run | None:
-        """Only a run that `find` has found, also earlier: a name in a request is never made into a path."""
+        """Return a run that `find` finds now or has found: a name in a request is never made into a path."""
         return self._runs.get(name) or self.find().get(name)
 
 
 def _run_folders(root: Path) -> list[tuple[Path, str]]:
     if _is_run(root):
         return [(root, _readable(root.resolve().name or "run"))]
-    folders = [(folder, _readable(str(folder.relative_to(root)))) for folder in _below(root, _DEEPEST, set())]
-    return sorted(folders, key=lambda item: -_changed(item[0]))[:_MOST_RUNS]
+    found = _find_run_folders(root, _DEEPEST, set())
+    folders = [(folder, _readable(str(folder.relative_to(root)))) for folder in found]
+    return sorted(folders, key=lambda item: -_last_write(item[0]))[:_MOST_RUNS]
 
 
-def _below(folder: Path, deepest: int, seen: set[tuple[int, int]]) -> Iterator[Path]:
-    """Each folder once, though links lead to it too."""
+def _find_run_folders(folder: Path, depth: int, visited: set[tuple[int, int]]) -> Iterator[Path]:
+    """Yield the run folders below `folder`, at most `depth` levels down; each once, though links may lead to it too."""
     try:
         children = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
     except OSError:
         return
     for child in sorted(children, key=lambda path: (path.is_symlink(), path)):
-        place = _place(child)
-        if place is None or place in seen or len(seen) >= _MOST_FOLDERS:
+        identity = _device_and_inode(child)
+        if identity is None or identity in visited or len(visited) >= _MOST_FOLDERS:
             continue
-        seen.add(place)
+        visited.add(identity)
         if _is_run(child):
             yield child
-        elif deepest > 1:
-            yield from _below(child, deepest - 1, seen)
+        elif depth > 1:
+            yield from _find_run_folders(child, depth - 1, visited)
 
 
-def _place(folder: Path) -> tuple[int, int] | None:
+def _device_and_inode(folder: Path) -> tuple[int, int] | None:
     try:
         status = folder.stat()
     except OSError:
@@ -253,7 +256,7 @@ def _place(folder: Path) -> tuple[int, int] | None:
 
 
 def _readable(name: str) -> str:
-    """The name without what cannot be sent or shown as it is: bytes that are not UTF-8, control characters."""
+    """Escape the bytes of a name that are not UTF-8, and its control characters."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)
 
 
@@ -261,7 +264,8 @@ def _is_run(folder: Path) -> bool:
     return (folder / EVENTS_FILE).is_file() or (folder / RUN_FILE).is_file()
 
 
-def _changed(folder: Path) -> float:
+def _last_write(folder: Path) -> float:
+    """Return when the log was last written, else config.toml; 0 without both."""
     for name in (EVENTS_FILE, RUN_FILE):
         try:
             return (folder / name).stat().st_mtime
@@ -289,19 +293,19 @@ def _flat(table: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 class QuickLines:
-    """Decodes the lines of one log, in their order: several times as fast as json, and what is large only once."""
+    """Decodes the lines of one log, in their order: several times as fast as json, and large fields only once."""
 
     def __init__(self) -> None:
-        self._rounds: set[bytes] = set()  # whose large fields have been decoded
+        self._decoded_rounds: set[bytes] = set()  # numbers of the rounds whose large fields have been decoded
 
     def __call__(self, line: bytes) -> Any:
-        """The JSON of a line, without what another line of the same round has told."""
+        """Decode a line, without the large fields that an earlier line of the same round has."""
         try:
             decoded = self._decode(line)
         except msgspec.DecodeError:  # perhaps NaN, which is no JSON
             return decode_line(line)
         if isinstance(decoded, dict) and decoded.get("type") == "resumed":  # rounds may be repeated
-            self._rounds.clear()
+            self._decoded_rounds.clear()
         return decoded
 
     def _decode(self, line: bytes) -> Any:
@@ -310,8 +314,8 @@ class QuickLines:
         fields = _SHALLOW.decode(line)
         if bytes(fields.get("type", b"")) == b'"round"':
             sequence = bytes(fields.get("sequence", b""))
-            if sequence in self._rounds:
-                fields = {name: value for name, value in fields.items() if name not in _OF_ALL_WORKERS}
+            if sequence in self._decoded_rounds:
+                fields = {name: value for name, value in fields.items() if name not in _REPEATED_FIELDS}
             elif bytes(fields.get("members", b"[]")) != b"[]":
-                self._rounds.add(sequence)
+                self._decoded_rounds.add(sequence)
         return {name: _DECODER.decode(value) for name, value in fields.items()}

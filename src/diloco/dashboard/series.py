@@ -18,11 +18,14 @@ Json = dict[str, Any]
 MOST_POINTS = 4000
 _SHOWN_WORKERS = 12
 _RATE_POINTS = 240
-_HELD_HERE = 2  # workers of one machine log the same step a moment apart
+_HELD_POINTS = 2  # for a worker of this machine: its workers log the same step a moment apart
 
 
-def series(figures: RunFigures, points: int, chosen: set[int] | None = None) -> Json:
-    """`chosen`: the workers with a curve of their own; None: all, if they are few. All workers are in the means."""
+def series(figures: RunFigures, points: int, own_curve_workers: set[int] | None = None) -> Json:
+    """Return all curves of a run. All workers are in the means.
+
+    `own_curve_workers`: the workers with a curve of their own; None: all, if they are few.
+    """
     history = figures.history
     until = figures.until
     rows = {number: worker.columns.until(until) for number, worker in sorted(history.workers.items())}
@@ -30,17 +33,19 @@ def series(figures: RunFigures, points: int, chosen: set[int] | None = None) -> 
     axes = _Axes(rows, history.clock)
     logged = {number: _rows_of(columns, columns["logged"] > 0) for number, columns in rows.items()}
     local = {number for number, worker in history.workers.items() if worker.local}
-    if chosen is None:
-        chosen = set(rows) if len(rows) <= _SHOWN_WORKERS else set()
-    of_each = max(150, min(points, 2 * points // max(1, len(chosen))))
+    if own_curve_workers is None:
+        own_curve_workers = set(rows) if len(rows) <= _SHOWN_WORKERS else set()
+    points_each = max(150, min(points, 2 * points // max(1, len(own_curve_workers))))
     return {
         "loss": _mean_curve(logged, "loss", points, axes),
         "gradient_norm": _mean_curve(logged, "gradient_norm", min(points, 400), axes),
         "learning_rate": _mean_curve(logged, "learning_rate", min(points, 200), axes),
         "start": history.clock.first,
-        "workers": {str(n): _own_curve(columns, of_each, axes) for n, columns in logged.items() if n in chosen},
+        "workers": {
+            str(n): _own_curve(columns, points_each, axes) for n, columns in logged.items() if n in own_curve_workers
+        },
         "validation": _validation(history.validations, until, points, axes),
-        "rates": _rates(rows, axes, chosen, local, _absences(history)),
+        "rates": _rates(rows, axes, own_curve_workers, local, _absences(history)),
         "rounds": _round_curves(figures.rounds, min(points, 600), axes),
         "statistics": [
             {"column": _column(name), "label": statistic.label, "meaning": statistic.meaning}
@@ -52,8 +57,8 @@ def series(figures: RunFigures, points: int, chosen: set[int] | None = None) -> 
 
 
 def _absences(history: RunHistory) -> dict[int, list[tuple[float, float]]]:
-    """Return from when until when each worker was not there: after its end if it is of this machine, and while it had
-    left, was lost or excluded."""
+    """Return the times (from, to) at which each worker was absent: after its end if it is of this machine, and while it
+    had left, was lost or excluded."""
     absences: dict[int, list[tuple[float, float]]] = {}
     for number, member in history.members.by_number.items():
         states = [*member.states, (np.inf, "", "")]
@@ -76,27 +81,31 @@ class _Axes:
         self._rows = list(rows.values())
         self._start = clock.first or 0.0
         pauses = sorted(clock.pauses)
-        self._resumed = np.array([at for at, _ in pauses])
-        self._paused = np.concatenate([[0.0], np.cumsum([taken for _, taken in pauses])])
+        self._resumed = np.array([resumed_at for resumed_at, _ in pauses])
+        self._paused = np.concatenate([[0.0], np.cumsum([seconds for _, seconds in pauses])])
 
     def seconds(self, times: Numbers) -> Numbers:
-        """The seconds that the run had taken at each time, without the pauses before."""
+        """Return the seconds that the run had taken at each time, without the pauses before it."""
         paused: Numbers = self._paused[np.searchsorted(self._resumed, times, side="right")]
         return times - self._start - paused
 
     def times(self, seconds: Numbers) -> Numbers:
-        """The opposite of `seconds`: the times at which the run had taken so long."""
+        """Return the times at which the run had taken so many seconds: the inverse of `seconds`."""
         resumed = self.seconds(self._resumed)
         paused: Numbers = self._paused[np.searchsorted(resumed, seconds, side="right")]
         return seconds + self._start + paused
 
     def between(self, times: Numbers) -> Json:
-        """The same for moments at which nothing was logged: what grew evenly since, so that no two have one place."""
+        """Return the x values of moments between logged ones. Counters are interpolated, so that no two moments have
+        the same x."""
 
-        def reached(name: str, after: float | None = None) -> list[Numbers]:
-            """`after`: the value after the last growth, in place of the last value."""
-            known = [_rows_of(row, _grown(row[name])) for row in self._rows]
-            return [np.interp(times, row["time"], row[name], 0.0, after) for row in known if len(row["time"])]
+        def reached(name: str, after_last: float | None = None) -> list[Numbers]:
+            """Interpolate a counter of each worker. `after_last`: the value after its last growth (default: the last
+            value)."""
+            rows_of_growth = [_rows_of(row, _grown(row[name])) for row in self._rows]
+            return [
+                np.interp(times, row["time"], row[name], 0.0, after_last) for row in rows_of_growth if len(row["time"])
+            ]
 
         nothing = np.zeros(len(times))
         return {
@@ -107,26 +116,32 @@ class _Axes:
         }
 
     def at(self, times: Numbers, steps: Numbers | None = None) -> Json:
+        """Return the x values of logged moments. `steps`: default, the largest step that a worker had logged."""
         tokens = sum((_held(row, "tokens", times) for row in self._rows), np.zeros(len(times)))
-        sent = np.zeros(len(times))
+        bytes_sent = np.zeros(len(times))
         for row in self._rows:
-            sent = np.maximum(sent, _held(row, "bytes_sent", times))
+            bytes_sent = np.maximum(bytes_sent, _held(row, "bytes_sent", times))
         if steps is None:
             steps = np.zeros(len(times))
             for row in self._rows:
                 steps = np.maximum(steps, _held(row, "step", times))
         seconds = exact_json(self.seconds(times))
-        return {"step": exact_json(steps), "tokens": exact_json(tokens), "bytes": exact_json(sent), "seconds": seconds}
+        return {
+            "step": exact_json(steps),
+            "tokens": exact_json(tokens),
+            "bytes": exact_json(bytes_sent),
+            "seconds": seconds,
+        }
 
 
 def _grown(values: Numbers) -> NDArray[np.bool_]:
     """Return where a counter is above all its values before."""
-    known = np.nan_to_num(values, nan=-1.0)
-    return known > np.concatenate([[-1.0], np.maximum.accumulate(known)[:-1]])
+    numbers = np.nan_to_num(values, nan=-1.0)
+    return numbers > np.concatenate([[-1.0], np.maximum.accumulate(numbers)[:-1]])
 
 
 def _held(row: dict[str, Numbers], name: str, times: Numbers) -> Numbers:
-    """The last value of a column by each time; 0 before the first."""
+    """Return the last value of a column by each time; 0 before the first."""
     indices = np.searchsorted(row["time"], times, side="right")
     return np.concatenate([[0.0], np.nan_to_num(row[name])])[indices]
 
@@ -140,12 +155,12 @@ def _mean_curve(rows: dict[int, dict[str, Numbers]], name: str, points: int, axe
     known = ~np.isnan(steps)
     curve = mean_by_step(steps[known], values[known], points)
     last = mean_by_step(steps[known], times[known], points)["high"]
-    drawn = {key: as_json(curve[key]) for key in ("mean", "low", "high")}
-    return axes.at(last, curve["step"]) | drawn
+    values_json = {key: as_json(curve[key]) for key in ("mean", "low", "high")}
+    return axes.at(last, curve["step"]) | values_json
 
 
 def _own_curve(row: dict[str, Numbers], points: int, axes: _Axes) -> Json:
-    """A worker's loss, with a gap before each of its starts but the first."""
+    """Return a worker's loss, with a gap before each of its starts but the first."""
     row = _rows_of(row, thin_out(row["loss"], points))
     starts = np.flatnonzero(np.diff(row["start"])) + 1
     times, steps = (np.insert(row[name], starts, row[name][starts]) for name in ("time", "step"))
@@ -162,11 +177,11 @@ def _validation(columns: Columns, until: float | None, points: int, axes: _Axes)
 def _rates(
     rows: dict[int, dict[str, Numbers]],
     axes: _Axes,
-    chosen: set[int],
+    own_curve_workers: set[int],
     local: set[int],
     absences: dict[int, list[tuple[float, float]]],
 ) -> Json:
-    """Tokens a second of training, and the share of it that was no round, between consecutive moments.
+    """Return tokens per second, and the share of the time that was not spent on rounds, between consecutive moments.
 
     `local`: the workers of this machine. A worker's own curve begins with the first step that it logged and ends with
     the last; one elsewhere counts in the sum with its last rate until it is gone, since its reports come late.
@@ -182,31 +197,32 @@ def _rates(
     grid = np.linspace(first, last, min(_RATE_POINTS, max(2, logged)) + 1)
     total = np.full(len(grid) - 1, np.nan)
     shares = []
-    own = {}
+    own_curves = {}
     for number, worker_pieces in pieces.items():
         rate, share = _rate_and_share(worker_pieces, grid)
         shares.append(share)
-        if number in chosen:
-            own[str(number)] = {"tokens_per_second": as_json(rate), "utilization": as_json(share)}
+        if number in own_curve_workers:
+            own_curves[str(number)] = {"tokens_per_second": as_json(rate), "utilization": as_json(share)}
         absent = np.zeros(len(rate), dtype=bool)
         for start, end in axes.seconds(np.array(absences.get(number, []))):
             absent |= (grid[1:] > start) & (grid[1:] <= end)
-        rate = _held_rate(rate, absent, _HELD_HERE if number in local else len(rate))
+        rate = _held_rate(rate, absent, _HELD_POINTS if number in local else len(rate))
         total = np.where(np.isnan(rate), total, np.nan_to_num(total) + rate)
-    known = np.array(shares)
-    counts = (~np.isnan(known)).sum(axis=0)
-    mean = np.where(counts > 0, np.nansum(known, axis=0) / np.maximum(counts, 1), np.nan)
+    all_shares = np.array(shares)
+    counts = (~np.isnan(all_shares)).sum(axis=0)
+    mean = np.where(counts > 0, np.nansum(all_shares, axis=0) / np.maximum(counts, 1), np.nan)
     return axes.between(axes.times(grid[1:])) | {
         "tokens_per_second": as_json(total),
         "utilization": as_json(mean),
-        "utilization_low": as_json(_extreme(known, np.fmin)),
-        "utilization_high": as_json(_extreme(known, np.fmax)),
-        "workers": own,
+        "utilization_low": as_json(_extreme(all_shares, np.fmin)),
+        "utilization_high": as_json(_extreme(all_shares, np.fmax)),
+        "workers": own_curves,
     }
 
 
 def _pieces(row: dict[str, Numbers], axes: _Axes) -> list[dict[str, Numbers]]:
-    """The logged steps of a worker, for each of its starts with two or more; its counters grow between them."""
+    """Return the logged steps of a worker, for each of its starts that has two or more. Its counters grow between
+    them."""
     row = row | {"seconds": axes.seconds(row["time"])}
     row = _rows_of(row, (row["logged"] > 0) & ~np.isnan(row["elapsed_seconds"]) & ~np.isnan(row["tokens"]))
     pieces = []
@@ -234,17 +250,17 @@ def _rate_and_share(pieces: list[dict[str, Numbers]], grid: Numbers) -> tuple[Nu
 
 
 def _held_rate(rate: Numbers, absent: NDArray[np.bool_], longest: int) -> Numbers:
-    """The rate with its last known value for up to `longest` moments after it; unknown before its first one, and from
-    an absence to the next one."""
+    """Fill unknown rates with the last known one, for up to `longest` moments after it. They stay unknown before the
+    first one, and from an absence to the next one."""
     moments = np.arange(len(rate))
-    known = np.maximum.accumulate(np.where(np.isnan(rate) & ~absent, -1, moments))
-    held = (known >= 0) & (moments - known <= longest)
-    return np.where(held, rate[np.maximum(known, 0)], np.nan)
+    last_known = np.maximum.accumulate(np.where(np.isnan(rate) & ~absent, -1, moments))
+    is_held = (last_known >= 0) & (moments - last_known <= longest)
+    return np.where(is_held, rate[np.maximum(last_known, 0)], np.nan)
 
 
-def _extreme(shares: Numbers, of: np.ufunc) -> Numbers:
-    """The smallest or largest share of a worker at each moment; nan if none was running."""
-    return np.asarray(of.reduce(shares, axis=0))
+def _extreme(shares: Numbers, extreme: np.ufunc) -> Numbers:
+    """Return the smallest or largest share of a worker at each moment; nan if none was running."""
+    return np.asarray(extreme.reduce(shares, axis=0))
 
 
 def _round_curves(rounds: list[RoundHistory], points: int, axes: _Axes) -> Json:
@@ -254,7 +270,10 @@ def _round_curves(rounds: list[RoundHistory], points: int, axes: _Axes) -> Json:
     }
     columns["sequence"] = np.array([float(round_.sequence) for round_ in merged])
     columns["contributors"] = np.array([float(len(round_.contributors)) for round_ in merged])
-    norms = [[part.norm for part in round_.workers.values() if part.norm is not None] for round_ in merged]
+    norms = [
+        [worker_round.norm for worker_round in round_.workers.values() if worker_round.norm is not None]
+        for round_ in merged
+    ]
     columns["norm_low"] = np.array([min(round_norms, default=np.nan) for round_norms in norms])
     columns["norm_high"] = np.array([max(round_norms, default=np.nan) for round_norms in norms])
     columns["cosine_low"] = np.array([_or_nan(round_.cosine_low) for round_ in merged])
@@ -278,8 +297,8 @@ def _communication(figures: RunFigures, rows: dict[int, dict[str, Numbers]], axe
         return axes.at(np.zeros(0)) | {"sent": [], "data_parallel": []}
     row = max(rows.values(), key=lambda columns: float(np.nan_to_num(columns["tokens"][-1])))
     kept = thin_out(row["bytes_sent"], 300)
-    taken = row["tokens"][kept] / history.tokens_per_step
-    baseline = data_parallel_bytes(history.trainable_parameters, 1, figures.usual_workers) * taken
+    steps = row["tokens"][kept] / history.tokens_per_step
+    baseline = data_parallel_bytes(history.trainable_parameters, 1, figures.usual_workers) * steps
     x = axes.at(row["time"][kept], row["step"][kept])
     return x | {"sent": as_json(row["bytes_sent"][kept]), "data_parallel": as_json(baseline)}
 
@@ -292,8 +311,8 @@ def _or_nan(value: float | None) -> float:
 
 
 def thin_out(values: Numbers, points: int) -> NDArray[np.int64]:
-    """The indices of at most `points` rows: of each bucket of rows the smallest and the largest value, the first row
-    that is nan, and the first and last row of all."""
+    """Choose at most `points` rows, by index: of each bucket of rows the smallest and the largest value and the first
+    nan, and the first and last row of all."""
     count = len(values)
     if count <= points:
         return np.arange(count)
@@ -310,19 +329,19 @@ def thin_out(values: Numbers, points: int) -> NDArray[np.int64]:
 
 
 def mean_by_step(steps: Numbers, values: Numbers, points: int) -> dict[str, Numbers]:
-    """The rows of all workers together: mean, smallest and largest value at each step, or in each of `points`
-    ranges of steps if there are more. Values that are nan are left out; a range of nothing else is nan."""
+    """Return mean, smallest and largest value of all workers' rows at each step, or in each of `points` ranges of steps
+    if there are more steps. Values that are nan are left out; a range without any other is nan."""
     distinct = np.unique(steps)
     edges = distinct
     if len(distinct) > points:  # the last one is always there
         edges = distinct[np.linspace(len(distinct) - 1, 0, points).astype(int)[::-1]]
-    which = np.searchsorted(edges, steps)  # the first edge that is not below the step
+    edge_of_row = np.searchsorted(edges, steps)  # the first edge that is not below the step
     finite = ~np.isnan(values)
-    counts = np.bincount(which[finite], minlength=len(edges))[: len(edges)]
-    sums = np.bincount(which[finite], weights=values[finite], minlength=len(edges))[: len(edges)]
+    counts = np.bincount(edge_of_row[finite], minlength=len(edges))[: len(edges)]
+    sums = np.bincount(edge_of_row[finite], weights=values[finite], minlength=len(edges))[: len(edges)]
     low, high = np.full(len(edges), np.inf), np.full(len(edges), -np.inf)
-    np.minimum.at(low, which[finite], values[finite])
-    np.maximum.at(high, which[finite], values[finite])
+    np.minimum.at(low, edge_of_row[finite], values[finite])
+    np.maximum.at(high, edge_of_row[finite], values[finite])
     empty = counts == 0
     mean = np.where(empty, np.nan, sums / np.maximum(counts, 1))
     return {
@@ -334,10 +353,10 @@ def mean_by_step(steps: Numbers, values: Numbers, points: int) -> dict[str, Numb
 
 
 def as_json(values: Sequence[float] | Numbers) -> list[float | None]:
-    """Six digits, and null where there is no number."""
+    """Round to six digits; null where there is no number."""
     return [None if not np.isfinite(value) else float(f"{value:.6g}") for value in values]
 
 
 def exact_json(values: Sequence[float] | Numbers) -> list[float | None]:
-    """The numbers of steps and times as they are; null where there is none."""
+    """Keep steps and times as they are, to a thousandth; null where there is no number."""
     return [None if not np.isfinite(value) else round(float(value), 3) for value in values]

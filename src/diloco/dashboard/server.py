@@ -91,13 +91,13 @@ class _Server:
         run = self._run(request)
         until = _number(request, "until")
         points = _count(request, "points", 600, MOST_POINTS)
-        given = request.query_params.get("workers")
-        chosen = (
+        listed = request.query_params.get("workers")
+        workers = (
             None
-            if given is None
-            else {int(number) for number in given.split(",") if number.isascii() and number.isdigit()}
+            if listed is None
+            else {int(number) for number in listed.split(",") if number.isascii() and number.isdigit()}
         )
-        return _json(await asyncio.to_thread(run.series, until, points, chosen))
+        return _json(await asyncio.to_thread(run.series, until, points, workers))
 
     async def rounds(self, request: Request) -> Response:
         run = self._run(request)
@@ -110,7 +110,7 @@ class _Server:
         return _json(await asyncio.to_thread(self._run(request).config))
 
     async def metrics(self, request: Request) -> Response:
-        """The numbers of all runs for Prometheus, or of those named (`?run=NAME`)."""
+        """Write the numbers of all runs for Prometheus, or of those named (`?run=NAME`)."""
         names = request.query_params.getlist("run")
 
         def text() -> str:
@@ -122,7 +122,7 @@ class _Server:
         return Response(await asyncio.to_thread(text), headers=_FRESH | {"content-type": CONTENT_TYPE})
 
     async def stream(self, request: Request) -> Response:
-        """Server-sent events: the version of each followed run, whenever it has changed."""
+        """Send the version of each followed run whenever it has changed, as server-sent events."""
         followed = [
             run for name in request.query_params.getlist("run")[:_MOST_FOLLOWED] if (run := self._runs.run(name))
         ]
@@ -132,19 +132,19 @@ class _Server:
 
     async def _changes(self, runs: list[Run]) -> AsyncIterator[str]:
         self._streams += 1
-        known: dict[str, int] = {}
-        told = time.monotonic()
+        sent_versions: dict[str, int] = {}
+        last_sent = time.monotonic()
         try:
             yield "retry: 2000\n\n"
             while True:
                 for run in runs:
                     version = await asyncio.to_thread(run.refresh)
-                    if known.get(run.name) != version:
-                        known[run.name] = version
-                        told = time.monotonic()
+                    if sent_versions.get(run.name) != version:
+                        sent_versions[run.name] = version
+                        last_sent = time.monotonic()
                         yield f"event: change\ndata: {json.dumps({'run': run.name, 'version': version})}\n\n"
-                if time.monotonic() - told > _HEARTBEAT_SECONDS:
-                    told = time.monotonic()
+                if time.monotonic() - last_sent > _HEARTBEAT_SECONDS:
+                    last_sent = time.monotonic()
                     yield ": still here\n\n"
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
@@ -158,15 +158,15 @@ class _Server:
 
 
 def plotly_file() -> Path:
-    """plotly's JavaScript, which is inside its Python package: the page works without internet."""
+    """Find plotly's JavaScript inside its Python package: the page works without internet."""
     return Path(str(files("plotly") / "package_data" / "plotly.min.js"))
 
 
 @lru_cache(maxsize=1)
 def page_text() -> str:
-    """index.html, with an element for each inline style that plotly would add (for maps, which the page has not).
+    """Read index.html, with an element for each inline style that plotly would add (for maps, which the page has not).
 
-    plotly adds a style only where no element has its id; the content-security policy would refuse it with an error.
+    plotly adds a style only if no element has its id; the content-security policy would refuse it with an error.
     """
     ids = re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly_file().read_text(encoding="utf-8"))
     placeholders = "".join(f'<meta id="{style_id}">\n' for style_id in sorted(set(ids)))
@@ -179,7 +179,7 @@ def _json(content: object) -> Response:
 
 
 def _finite(content: Any) -> Any:
-    """JSON knows no nan and no inf."""
+    """Replace nan and inf, which JSON does not know, by None."""
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, dict):

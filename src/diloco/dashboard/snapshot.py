@@ -14,7 +14,7 @@ _LISTED = 50
 
 
 def snapshot(figures: RunFigures, options: Mapping[str, Any], summary: Json | None, now: float) -> Json:
-    """`summary`: the content of summary.json, if the run has ended."""
+    """Return what the page shows beside the curves. `summary`: the content of summary.json, if the run has ended."""
     history = figures.history
     until = figures.until
     live = until is None
@@ -118,42 +118,50 @@ def _rounds(figures: RunFigures) -> Json:
             {"sequence": round_.sequence, "workers": round_.odd_workers, "merged": round_.merged}
             for round_ in unequal[-_LISTED:]
         ],
-        "failures": [
-            {"sequence": round_.sequence, "step": round_.step, "time": round_.time, "reason": round_.failure,
-             "workers": sorted(worker for worker, part in round_.workers.items() if part.failure is not None),
-             "merged_by_others": round_.merged}
-            for round_ in failed[-_LISTED:]
-        ],
-        "refusals": [
-            {"sequence": round_.sequence, "step": round_.step, "time": round_.time, "refused": round_.refused,
-             "clipped": round_.clipped}
-            for round_ in refused[-_LISTED:]
-        ],
+        "failures": [_failure(round_) for round_ in failed[-_LISTED:]],
+        "refusals": [_refusal(round_) for round_ in refused[-_LISTED:]],
         "straggler": None if straggler is None else vars(straggler),
-    }  # fmt: skip
+    }
+
+
+def _failure(round_: RoundHistory) -> Json:
+    failed_workers = [worker for worker, worker_round in round_.workers.items() if worker_round.failure is not None]
+    return {
+        "sequence": round_.sequence,
+        "step": round_.step,
+        "time": round_.time,
+        "reason": round_.failure,
+        "workers": sorted(failed_workers),
+        "merged_by_others": round_.merged,
+    }
+
+
+def _refusal(round_: RoundHistory) -> Json:
+    names = ("sequence", "step", "time", "refused", "clipped")
+    return {name: getattr(round_, name) for name in names}
 
 
 def _texts(round_: RoundHistory) -> list[str]:
-    known = {name: value for name, value in round_.statistics.items() if value is not None}
-    return [statistic.text(known[name]) for name, statistic in ROUND_STATISTICS.items() if name in known]
+    values = {name: value for name, value in round_.statistics.items() if value is not None}
+    return [statistic.text(values[name]) for name, statistic in ROUND_STATISTICS.items() if name in values]
 
 
 def round_json(round_: RoundHistory) -> Json:
-    """A round with the part of each worker."""
+    """Return a round with the part of each worker."""
     names = ("sequence", "fragment", "step", "time", "contributors", "refused", "clipped", "failure", "merged",
              "bytes_sent", "digests", "odd_workers", "cosine_low", "cosine_high", "straggler")  # fmt: skip
     workers = [_part(worker, round_.workers[worker]) for worker in sorted(round_.workers)]
     return {name: getattr(round_, name) for name in names} | round_.statistics | {"workers": workers}
 
 
-def _part(worker: int, part: WorkerRound) -> Json:
+def _part(worker: int, worker_round: WorkerRound) -> Json:
     names = ("started", "posted", "ended", "compute_seconds", "worked_seconds", "phases", "norm", "failure",
              "elsewhere")  # fmt: skip
-    return {"worker": worker} | {name: getattr(part, name) for name in names}
+    return {"worker": worker} | {name: getattr(worker_round, name) for name in names}
 
 
 def _communication(figures: RunFigures) -> Json:
-    """The bytes of a worker, against averaging fp32 gradients at every step, and against what its link carried."""
+    """Compare the bytes of a worker with averaging fp32 gradients at every step, and with what its link carried."""
     sent = figures.bytes_sent
     baseline = figures.data_parallel_bytes
     link = figures.link_bytes_per_second
@@ -171,17 +179,17 @@ def _communication(figures: RunFigures) -> Json:
 
 
 def _status(figures: RunFigures, summary: Json | None, now: float) -> str:
-    """complete, stopped, failed, training, silent (no event for a while), starting, or empty."""
+    """Return complete, stopped, failed, training, silent (no event for a while), starting, or empty."""
     last = figures.history.clock.last
     until = figures.until
     if not figures.history.events:
         return "empty"
     local = [worker for worker in figures.workers if worker.local]
-    begun = "training" if any(worker.step for worker in local) else "starting"
+    running = "training" if any(worker.step for worker in local) else "starting"
     if until is not None and last is not None and until < last:
-        return begun
+        return running
     if summary is not None and isinstance(summary.get("status"), str):
         return str(summary["status"])
     if local and not any(worker.active for worker in local):
         return "failed" if all(worker.state == "failed" for worker in local) else "complete"
-    return "silent" if last is not None and now - last > SILENT_SECONDS else begun
+    return "silent" if last is not None and now - last > SILENT_SECONDS else running
