@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-_CSS = Path("src/diloco/dashboard/page/base.css").read_text()
+_CSS = Path("src/diloco/dashboard/page/page.css").read_text()
 _TEXT = ("ink", "soft", "faint", "accent", "good", "warning", "bad")
 _PAIRS = [(text, ground) for text in _TEXT for ground in ("paper", "panel")] + [
     (kind, f"{kind}-soft") for kind in ("accent", "good", "warning", "bad")

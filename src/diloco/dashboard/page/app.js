@@ -4,21 +4,49 @@ import { AXES, colours } from "./charts.js";
 import { drawCurves, smoothingOf } from "./curves.js";
 import { $, fill, make, say } from "./dom.js";
 import { drawMembers } from "./members.js";
-import { drawAgreement, drawCommunication, drawConfig, drawFigures, drawHealth, drawNotes, drawSamples, drawStatus } from "./panels.js";
+import {
+  drawAgreement, drawCommunication, drawConfig, drawFigures, drawHealth, drawNotes, drawSamples, drawStatus,
+} from "./panels.js";
 import { drawRuns } from "./runs.js";
 import { Scrubber } from "./scrubber.js";
 import { describe, drawFailures, drawWaterfall } from "./waterfall.js";
 
-const ROUNDS = 8, LEAST_PAUSE = 1000, LIST_PAUSE = 5000;
+const ROUNDS_SHOWN = 8;
+const LEAST_PAUSE = 1000;
+const LIST_PAUSE = 5000;
+const AXIS_BUTTONS = { step: "steps", tokens: "tokens", bytes: "bytes", seconds: "time" };
+
 const view = {
-  runs: [], focus: null, overlaid: [], against: null, axis: "step", smoothing: null, log: false, each: true, connected: true,
-  state: null, series: new Map(), rounds: null, config: null, before: null,
+  // What the reader has chosen.
+  focus: null,
+  overlaid: [],
+  against: null,
+  axis: "step",
+  smoothing: null,
+  log: false,
+  each: true,
+  before: null, // the waterfall shows rounds before this one; null: the latest
+  // What the server has sent.
+  connected: true,
+  runs: [],
+  state: null,
+  series: new Map(),
+  rounds: null,
+  config: null,
 };
 const scrubber = new Scrubber(() => refresh());
-let unfollow = null, running = false, again = false, timer = null, lastFetch = 0;
+let unfollow = null;
+let refreshing = false;
+let refreshAgain = false;
+let timer = null;
+let lastFetch = 0;
+
+const isReplay = () => scrubber.until !== null;
+const shownNames = () => [view.focus, ...view.overlaid];
+const colorOf = (name) => view.colorOf(name, shownNames());
 
 async function start() {
-  fromAddress();
+  readAddress();
   chooseAxis();
   listen();
   try {
@@ -29,68 +57,111 @@ async function start() {
     const names = new Set(runs.map((run) => run.run));
     view.overlaid = view.overlaid.filter((name) => names.has(name));
     focusOn(names.has(view.focus) ? view.focus : runs[0]?.run);
-  } catch (error) { complain(error); }
-  setInterval(async () => { try { view.runs = (await api.runs()).runs; showRuns(); } catch { /* the stream says so */ } }, LIST_PAUSE);
-  setInterval(() => view.state && drawHealth(view.state, view, scrubber.until !== null), LEAST_PAUSE);
+  } catch (error) {
+    complain(error);
+  }
+  setInterval(refreshRuns, LIST_PAUSE);
+  setInterval(showHealth, LEAST_PAUSE); // the age of the last event grows
 }
 
 // What is shown is in the address: a link to it shows the same.
-function fromAddress() {
-  const given = new URLSearchParams(location.hash.slice(1)), smoothing = given.get("smoothing");
-  Object.assign(view, {
-    focus: given.get("run"), overlaid: given.getAll("over"), against: given.get("against"), axis: given.get("axis") in AXES ? given.get("axis") : "step",
-    smoothing: smoothing === null || !Number.isFinite(Number(smoothing)) ? null : Math.min(0.98, Math.max(0, Number(smoothing))),
-    log: given.get("log") === "1", each: given.get("each") !== "0",
-  });
+function readAddress() {
+  const address = new URLSearchParams(location.hash.slice(1));
+  const axis = address.get("axis");
+  const smoothing = Number(address.get("smoothing") ?? NaN);
+  view.focus = address.get("run");
+  view.overlaid = address.getAll("over");
+  view.against = address.get("against");
+  view.axis = axis in AXES ? axis : "step";
+  view.smoothing = Number.isFinite(smoothing) ? Math.min(0.98, Math.max(0, smoothing)) : null;
+  view.log = address.get("log") === "1";
+  view.each = address.get("each") !== "0";
   $("log").checked = view.log;
   $("each").checked = view.each;
 }
 
-function toAddress() {
-  const values = [
-    view.runs.length > 1 ? ["run", view.focus] : null, ...view.overlaid.map((name) => ["over", name]), view.against ? ["against", view.against] : null,
-    view.axis === "step" ? null : ["axis", view.axis], view.smoothing === null ? null : ["smoothing", String(view.smoothing)], view.log ? ["log", "1"] : null, view.each ? null : ["each", "0"],
-  ].filter(Boolean);
-  const address = String(new URLSearchParams(values));
-  if (address !== location.hash.slice(1)) history.replaceState(null, "", address ? `#${address}` : location.pathname + location.search);
+function writeAddress() {
+  const address = new URLSearchParams();
+  if (view.runs.length > 1) address.append("run", view.focus);
+  for (const name of view.overlaid) address.append("over", name);
+  if (view.against) address.append("against", view.against);
+  if (view.axis !== "step") address.append("axis", view.axis);
+  if (view.smoothing !== null) address.append("smoothing", String(view.smoothing));
+  if (view.log) address.append("log", "1");
+  if (!view.each) address.append("each", "0");
+  const hash = String(address);
+  if (hash === location.hash.slice(1)) return;
+  history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
 }
 
+// Which runs are shown
+
 function focusOn(name) {
-  if (!name) { complain(new Error("there is no run here yet")); return; }
+  if (!name) {
+    complain(new Error("there is no run here yet"));
+    return;
+  }
   view.focus = name;
-  view.overlaid = view.overlaid.filter((one) => one !== name);
-  view.before = view.config = null;
+  view.overlaid = view.overlaid.filter((other) => other !== name);
+  view.before = null;
+  view.config = null;
   say("title", name);
   $("title").title = name;
   scrubber.until = null;
-  fill($("json"), "JSON: ", make("a", { href: "/api/runs" }, "runs"), ...api.addresses(name).map(([what, path]) => make("a", { href: path }, what)));
+  const links = api.addresses(name).map(([what, path]) => make("a", { href: path }, what));
+  fill($("json"), "JSON: ", make("a", { href: "/api/runs" }, "runs"), ...links);
   showRuns();
-  followAll();
+  followShown();
   refresh();
 }
-
-const compareWith = (name) => { view.against = name; showRuns(); };
-const showRuns = () => { toAddress(); drawRuns(view.runs, view, colorOf, { focusOn, overlay, compareWith }); };
-const shownNames = () => [view.focus, ...view.overlaid];
-const colorOf = (name) => view.colorOf(name, shownNames());
 
 function overlay(name, wanted) {
-  view.overlaid = wanted ? [...view.overlaid, name] : view.overlaid.filter((one) => one !== name);
+  view.overlaid = wanted ? [...view.overlaid, name] : view.overlaid.filter((other) => other !== name);
   showRuns();
-  followAll();
+  followShown();
   refresh();
 }
 
-function followAll() {
+function compareWith(name) {
+  view.against = name;
+  showRuns();
+}
+
+function showRuns() {
+  writeAddress();
+  drawRuns(view.runs, view, colorOf, { focusOn, overlay, compareWith });
+}
+
+async function refreshRuns() {
+  try {
+    view.runs = (await api.runs()).runs;
+    showRuns();
+  } catch { /* the stream says so */ }
+}
+
+// When they are fetched
+
+function followShown() {
   unfollow?.();
-  unfollow = api.follow(shownNames(), () => { if (scrubber.until === null) soon(); else refreshRange(); },
-    (connected) => { view.connected = connected; if (view.state) drawHealth(view.state, view, scrubber.until !== null); });
+  const onChange = () => {
+    if (isReplay()) refreshRange();
+    else refreshSoon();
+  };
+  const onConnection = (connected) => {
+    view.connected = connected;
+    showHealth();
+  };
+  unfollow = api.follow(shownNames(), onChange, onConnection);
 }
 
 // At most one fetch a second, and none while the page is hidden.
-function soon() {
+function refreshSoon() {
   if (timer || document.hidden) return;
-  timer = setTimeout(() => { timer = null; refresh(); }, Math.max(0, LEAST_PAUSE - (Date.now() - lastFetch)));
+  const pause = Math.max(0, LEAST_PAUSE - (Date.now() - lastFetch));
+  timer = setTimeout(() => {
+    timer = null;
+    refresh();
+  }, pause);
 }
 
 async function refreshRange() {
@@ -99,32 +170,50 @@ async function refreshRange() {
 }
 
 async function refresh() {
-  if (running) { again = true; return; }
-  running = true;
+  if (refreshing) {
+    refreshAgain = true;
+    return;
+  }
+  refreshing = true;
   do {
-    again = false;
+    refreshAgain = false;
     lastFetch = Date.now();
-    const until = scrubber.until, focus = view.focus, points = Math.min(1200, Math.max(300, $("loss").clientWidth));
     try {
-      const [state, rounds, config, ...series] = await Promise.all([
-        api.state(focus, until), api.rounds(focus, until, view.before, ROUNDS), view.config ?? api.config(focus),
-        ...shownNames().map((name) => api.series(name, name === focus ? until : null, points)),
-      ]);
-      if (focus !== view.focus) continue;
-      Object.assign(view, { state, rounds, config: state.step ? config : null, fetched: Date.now() });
-      view.series = new Map(series.map((one) => [one.run, one]));
-      drawAll(config);
-    } catch (error) { complain(error); }
-  } while (again);
-  running = false;
+      await fetchAndDraw();
+    } catch (error) {
+      complain(error);
+    }
+  } while (refreshAgain);
+  refreshing = false;
   document.body.dataset.drawn = String(Number(document.body.dataset.drawn ?? 0) + 1);
 }
+
+async function fetchAndDraw() {
+  const { focus } = view;
+  const { until } = scrubber;
+  const points = Math.min(1200, Math.max(300, $("loss").clientWidth));
+  const [state, rounds, config, ...series] = await Promise.all([
+    api.state(focus, until),
+    api.rounds(focus, until, view.before, ROUNDS_SHOWN),
+    view.config ?? api.config(focus),
+    ...shownNames().map((name) => api.series(name, name === focus ? until : null, points)),
+  ]);
+  if (focus !== view.focus) return; // another run was chosen meanwhile, and asked for a fetch of its own
+  view.state = state;
+  view.rounds = rounds;
+  view.config = state.step ? config : null; // until training has begun the options may change
+  view.fetched = Date.now();
+  view.series = new Map(series.map((curves) => [curves.run, curves]));
+  drawAll(config);
+}
+
+// What is drawn of them
 
 function drawAll(config) {
   const { state } = view;
   scrubber.range(state);
-  drawStatus(state, scrubber.until !== null);
-  drawHealth(state, view, scrubber.until !== null);
+  drawStatus(state, isReplay());
+  showHealth();
   drawFigures(state);
   drawAllCurves();
   drawRounds();
@@ -134,35 +223,52 @@ function drawAll(config) {
   drawNotes(state);
   drawSamples(state);
   if (config) drawConfig(config);
-  if (scrubber.until === null && !state.summary) alignRow(state);
+  if (!isReplay() && !state.summary) updateRow(state);
+}
+
+function showHealth() {
+  if (view.state) drawHealth(view.state, view, isReplay());
 }
 
 // The row of the run in focus says what the figures say, which are fetched more often than the table.
-function alignRow(state) {
-  const row = view.runs.find((run) => run.run === view.focus), { validation, communication } = state;
+function updateRow(state) {
+  const row = view.runs.find((run) => run.run === view.focus);
   if (!row) return;
-  Object.assign(row, { status: state.status, step: state.step, loss: validation?.loss, perplexity: validation?.perplexity, bytes: communication.bytes_sent_per_worker, tokens: state.tokens });
+  row.status = state.status;
+  row.step = state.step;
+  row.loss = state.validation?.loss;
+  row.perplexity = state.validation?.perplexity;
+  row.bytes = state.communication.bytes_sent_per_worker;
+  row.tokens = state.tokens;
   showRuns();
 }
 
 function drawAllCurves() {
-  const shown = shownNames().filter((name) => view.series.has(name)).map((name) => ({ name, series: view.series.get(name), color: colorOf(name) }));
+  const names = shownNames().filter((name) => view.series.has(name));
+  const shown = names.map((name) => ({ name, series: view.series.get(name), color: colorOf(name) }));
   drawCurves(shown, view);
   const weight = smoothingOf(shown, view.smoothing);
   $("smoothing").value = String(weight);
   say("smoothing-value", weight ? weight.toFixed(2) : "none");
-  toAddress();
+  writeAddress();
 }
 
 function drawRounds() {
-  const { rounds, all } = view.rounds, { state } = view;
-  drawWaterfall($("waterfall"), rounds, state, warmStart());
+  const { state } = view;
+  const { rounds, all } = view.rounds;
+  const { straggler } = state.rounds;
+  showWaterfall();
   drawFailures(state.rounds, state);
-  const usual = state.rounds.straggler;
-  say("rounds-note", [describe(rounds), usual ? `worker ${usual.worker} was the last in ${usual.rounds} of the last ${usual.of} rounds` : ""].filter(Boolean).join(" · "));
+  const usuallyLast = straggler
+    ? `worker ${straggler.worker} was the last in ${straggler.rounds} of the last ${straggler.of} rounds` : "";
+  say("rounds-note", [describe(rounds), usuallyLast].filter(Boolean).join(" · "));
   say("rounds-range", rounds.length ? `${rounds[0].sequence}–${rounds.at(-1).sequence}` : "");
   $("rounds-earlier").disabled = all <= rounds.length;
   $("rounds-later").disabled = view.before === null;
+}
+
+function showWaterfall() {
+  if (view.rounds) drawWaterfall($("waterfall"), view.rounds.rounds, view.state, warmStart());
 }
 
 // The steps before the first round; 0 once they are over.
@@ -172,23 +278,40 @@ function warmStart() {
 }
 
 function turnRounds(direction) {
-  const { rounds } = view.rounds ?? { rounds: [] };
+  const rounds = view.rounds?.rounds ?? [];
   if (!rounds.length || $(direction < 0 ? "rounds-earlier" : "rounds-later").disabled) return;
-  const newest = rounds.at(-1).sequence + ROUNDS + 1;
-  view.before = direction < 0 ? rounds[0].sequence : newest > (view.state.rounds.last?.sequence ?? 0) ? null : newest;
+  if (direction < 0) {
+    view.before = rounds[0].sequence;
+  } else {
+    const before = rounds.at(-1).sequence + ROUNDS_SHOWN + 1;
+    view.before = before > (view.state.rounds.last?.sequence ?? 0) ? null : before;
+  }
   refresh();
 }
 
 function chooseAxis(name = view.axis) {
   view.axis = name;
-  fill($("axis"), ...Object.keys(AXES).map((key) => make("button", { type: "button", role: "radio", "aria-checked": String(key === name), onclick: () => chooseAxis(key) }, { step: "steps", seconds: "time" }[key] ?? key)));
+  const buttons = Object.entries(AXIS_BUTTONS).map(([key, text]) => make("button", {
+    type: "button", role: "radio", "aria-checked": String(key === name), onclick: () => chooseAxis(key),
+  }, text));
+  fill($("axis"), ...buttons);
   if (view.state) drawAllCurves();
 }
 
+// What the reader does
+
 function listen() {
-  $("smoothing").addEventListener("input", (event) => { view.smoothing = Number(event.target.value); drawAllCurves(); });
-  $("log").addEventListener("change", (event) => { view.log = event.target.checked; drawAllCurves(); });
-  $("each").addEventListener("change", (event) => { view.each = event.target.checked; drawAllCurves(); });
+  const redrawCurves = () => view.state && drawAllCurves();
+  $("smoothing").addEventListener("input", (event) => {
+    view.smoothing = Number(event.target.value);
+    drawAllCurves();
+  });
+  for (const option of ["log", "each"]) {
+    $(option).addEventListener("change", (event) => {
+      view[option] = event.target.checked;
+      drawAllCurves();
+    });
+  }
   $("statistic").addEventListener("change", () => drawAllCurves());
   $("config-filter").addEventListener("input", () => view.config && drawConfig(view.config));
   $("members-filter").addEventListener("input", () => view.state && drawMembers(view.state));
@@ -196,22 +319,40 @@ function listen() {
   $("rounds-later").addEventListener("click", () => turnRounds(1));
   $("theme-button").addEventListener("click", () => window.switchTheme());
   $("keys-button").addEventListener("click", () => $("keys").showModal());
-  addEventListener("themechange", () => view.state && drawAllCurves());
-  addEventListener("resize", () => view.rounds && drawWaterfall($("waterfall"), view.rounds.rounds, view.state, warmStart()));
-  document.addEventListener("visibilitychange", () => !document.hidden && scrubber.until === null && soon());
-  document.addEventListener("keydown", pressed);
-  addEventListener("hashchange", () => { fromAddress(); chooseAxis(); focusOn(view.runs.some((run) => run.run === view.focus) ? view.focus : view.runs[0]?.run); });
+  addEventListener("themechange", redrawCurves);
+  addEventListener("resize", showWaterfall);
+  addEventListener("hashchange", () => {
+    readAddress();
+    chooseAxis();
+    focusOn(view.runs.some((run) => run.run === view.focus) ? view.focus : view.runs[0]?.run);
+  });
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden && !isReplay()) refreshSoon();
+  });
+  document.addEventListener("keydown", onKey);
 }
 
-function pressed(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input[type=search], dialog[open]")) return;
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.closest("input[type=search], dialog[open]")) return;
   const actions = {
-    1: () => chooseAxis("step"), 2: () => chooseAxis("tokens"), 3: () => chooseAxis("bytes"), 4: () => chooseAxis("seconds"),
-    l: () => scrubber.live(), "[": () => scrubber.move(-0.01), "]": () => scrubber.move(0.01), ",": () => turnRounds(-1), ".": () => turnRounds(1),
-    t: () => window.switchTheme(), "?": () => $("keys").showModal(),
+    1: () => chooseAxis("step"),
+    2: () => chooseAxis("tokens"),
+    3: () => chooseAxis("bytes"),
+    4: () => chooseAxis("seconds"),
+    l: () => scrubber.live(),
+    "[": () => scrubber.move(-0.01),
+    "]": () => scrubber.move(0.01),
+    ",": () => turnRounds(-1),
+    ".": () => turnRounds(1),
+    t: () => window.switchTheme(),
+    "?": () => $("keys").showModal(),
   };
   if (!event.target.closest("button, a")) actions[" "] = () => scrubber.toggle();
-  if (actions[event.key]) { event.preventDefault(); actions[event.key](); }
+  const action = actions[event.key];
+  if (!action) return;
+  event.preventDefault();
+  action();
 }
 
 function complain(error) {
