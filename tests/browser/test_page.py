@@ -287,6 +287,24 @@ def test_runs_whose_bytes_are_far_apart_are_overlaid_on_a_logarithmic_axis(brows
         page.close()
 
 
+def test_the_row_of_a_live_swarm_counts_the_tokens_of_its_means_as_the_other_rows_do(
+    browser: Browser, tmp_path: Path
+) -> None:
+    rounds = [round_event for round_event in round_events(0, 2, 20) if round_event["worker"] == 0]
+    members = event("members", 24.0, members=[], run_tokens=50_000)
+    validation = event("validation", 25.0, step=20, loss=5.0, perplexity=148.0, tokens=1000)
+    events = [started(0, 1), step(0, 20), *rounds, members, validation]
+    for name in ("run", "twin"):
+        write_run(tmp_path / name, events, engine="swarm")
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    with serving(tmp_path) as served:
+        assert {run["tokens"] for run in served.json("/api/runs")["runs"]} == {50_000}
+        page.goto(f"{served.address}#run=run&against=twin")
+        page.wait_for_selector("body[data-drawn]")
+        assert page.locator('tr[data-run="run"] td').nth(9).inner_text().strip() == "0 %"
+        page.close()
+
+
 def test_a_link_with_a_token_opens_the_page_from_another_site(browser: Browser, tmp_path: Path) -> None:
     """127.0.0.1 and localhost are two sites: what is clicked there is a navigation from elsewhere."""
     token = "a-token-of-a-test"

@@ -239,7 +239,7 @@ function updateRow(state) {
   row.loss = state.validation?.loss;
   row.perplexity = state.validation?.perplexity;
   row.bytes = state.communication.bytes_sent_per_worker;
-  row.tokens = state.tokens;
+  row.tokens = state.run_tokens ?? state.tokens;
   showRuns();
 }
 
