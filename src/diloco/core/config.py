@@ -28,7 +28,9 @@ OUTER_NUMBERS: dict[str, dict[str, float]] = {
 
 
 def check_outer_number(name: str, value: float, optimizer: str, option_name: str | None = None) -> None:
-    """Each number of an outer optimizer has one rule, whatever optimizer and option (`option_name`) it belongs to."""
+    """Refuse a number of an outer optimizer that is out of range. `option_name`: the option that it is given by, if
+    that
+    has another name than the number."""
     if name in ("lr", "epsilon"):
         valid, rule = 0 < value < math.inf, "finite and above 0"
     else:
@@ -38,7 +40,7 @@ def check_outer_number(name: str, value: float, optimizer: str, option_name: str
 
 
 def check_course(course: Course, optimizer: str) -> None:
-    """A course must have an effect on that outer optimizer, and stay within the range of its numbers."""
+    """Refuse a course that has no effect on that outer optimizer, or leaves the range of its numbers."""
     for name in ("warmup_rounds", "plain_rounds"):
         if getattr(course, name) < 0:
             raise ConfigError(f"outer.{name} = {getattr(course, name)} must be at least 0")
@@ -101,12 +103,12 @@ class OuterConfig:
         check_course(Course(**self.course(), rounds=1), self.optimizer)
 
     def given(self) -> dict[str, float]:
-        """The optimizer's own numbers that were given."""
+        """Return the optimizer's own numbers that were given."""
         names = {name for numbers in OUTER_NUMBERS.values() for name in numbers}
         return {name: value for name, value in asdict(self).items() if name in names and value is not None}
 
     def course(self) -> dict[str, Any]:
-        """The options that were given of the course of these numbers over the run."""
+        """Return the options that were given for the course of these numbers over the run."""
         numbers = {name: getattr(self, name) for name in ("start_lr", "start_momentum", "final_lr", "final_momentum")}
         counts = {name: getattr(self, name) for name in ("warmup_rounds", "plain_rounds") if getattr(self, name)}
         return {name: value for name, value in numbers.items() if value is not None} | counts
@@ -217,7 +219,7 @@ class SyncConfig:
 
     @property
     def merges_at_once(self) -> bool:
-        """A round is merged in the step in which it is posted."""
+        """Whether a round is merged in the step in which it is posted."""
         return not self.overlap_steps and self.outer_overlap == "none"
 
     @property
@@ -234,7 +236,8 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class RefusedCombination:
-    """Options that are each valid and make no sense together, or one that has no effect as the other is."""
+    """Two options that are each valid and make no sense together, or of which one has no effect because of the
+    other."""
 
     options: tuple[str, str]
     """Their dotted names in a run file."""
@@ -247,7 +250,7 @@ class RefusedCombination:
 
 
 def _as_written(options: SyncConfig | FaultsConfig) -> SimpleNamespace:
-    """The values of a table as a run file has them: `true`, and not `True`."""
+    """Return the values of a table as a run file has them: `true`, and not `True`."""
     values = vars(options).items()
     return SimpleNamespace(**{name: str(value).lower() if isinstance(value, bool) else value for name, value in values})
 

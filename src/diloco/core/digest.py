@@ -21,7 +21,7 @@ _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number
 
 
 def _multipliers(first: int, count: int, salt: int, device: torch.device) -> Tensor:
-    """Odd 64-bit pseudo-random numbers (splitmix64): odd, so that any single changed bit changes the sum."""
+    """Make odd 64-bit pseudo-random numbers (splitmix64): odd, so that any single changed bit changes the sum."""
     x = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device) * _GOLDEN + salt
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -47,7 +47,8 @@ def _row_multipliers(first: int, count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def factors(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The factors of each element of a row and of each row: a digest is the sum of an element's bits times both."""
+    """Return the factor of each element of a row, and of each row: a digest is the sum of the elements' bits times
+    both."""
     both = torch.stack([_column_multipliers(device), _column_multipliers(device) << 32], dim=1)
     return both.view(ROW), _row_multipliers(0, -(-numel // ROW), device)
 
@@ -64,7 +65,7 @@ class Digest:
 
     @torch.no_grad()
     def add(self, flat: Tensor) -> None:
-        """`flat`: fp32, one dimension, contiguous."""
+        """Add the next piece: fp32, one dimension, contiguous."""
         assert flat.dtype == torch.float32 and flat.dim() == 1 and flat.is_contiguous() and self._numel % ROW == 0
         step = ROW * _ROWS_AT_ONCE.get(flat.device.type, _ROWS_AT_ONCE_ELSEWHERE)
         for start in range(0, flat.numel(), step):
@@ -77,7 +78,7 @@ class Digest:
         self._numel += flat.numel()
 
     def add_total(self, total: Tensor, numel: int) -> None:
-        """The sum over so many elements, all that there are, computed elsewhere with `factors`."""
+        """Add a sum over all elements at once, which a GPU's kernel has computed with `factors`."""
         assert self._numel == 0
         self._total += total
         self._numel = numel
@@ -103,7 +104,7 @@ def _sums_by_column(device: torch.device) -> bool:
 
 
 def _whole_rows(chunk: Tensor) -> Tensor:
-    """The same, padded with zeros if need be: int64 needs whole rows at an even offset."""
+    """Pad a chunk with zeros to whole rows, or copy it to an even address, as a view as int64 needs them."""
     if chunk.numel() % ROW == 0 and chunk.data_ptr() % 8 == 0:
         return chunk
     padded = chunk.new_zeros(-(-chunk.numel() // ROW) * ROW)

@@ -123,7 +123,7 @@ class Fragment:
         return self.layout.numel
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors' places in a flat buffer of this fragment, by name, in the tensors' shapes and memory order."""
+        """View a flat buffer of this fragment as the tensors: by name, in their shapes and memory order."""
         first = flat.storage_offset()
         places = zip(self.names, self.tensors, self._starts, strict=True)
         return {name: flat.as_strided(t.shape, t.stride(), first + start) for name, t, start in places}
@@ -138,21 +138,21 @@ class Fragment:
                 )
 
     def spans(self) -> Iterator[Span]:
-        """The whole fragment in order, a few parts at a time."""
+        """Cut the whole fragment into spans, in order."""
         part = self.layout.part_elements
         for first in range(0, self.layout.num_parts, self._span_parts):
             count = min(self._span_parts, self.layout.num_parts - first)
             yield Span(first * part, min(self.numel, (first + count) * part), first, count)
 
     def read(self, span: Span) -> Tensor:
-        """θ_i of a span in fp32, in scratch memory that the next read overwrites."""
+        """Copy θ_i of a span, in fp32, into scratch memory that the next read overwrites."""
         out = self.scratch(span)
         for tensor, inside, place in self._pieces(span):
             out[place].copy_(_flat_view(tensor)[inside])
         return out
 
     def minus_parameters(self, span: Span, anchor: Tensor, theta_i: Tensor | None = None) -> Tensor:
-        """anchor − θ_i of a span in fp32, in scratch memory that the next read overwrites.
+        """Compute anchor − θ_i of a span, in fp32, in scratch memory that the next read overwrites.
 
         `theta_i`: a flat fp32 copy of all parameters, in their place.
         """
@@ -190,7 +190,7 @@ class Fragment:
                 own.copy_(own.float().lerp_(anchor[place], 1.0 - mixing))
 
     def _pieces(self, span: Span) -> Iterator[tuple[Tensor, slice, slice]]:
-        """The tensors a span crosses, with the range within the tensor and the range within the span."""
+        """Find the tensors that a span crosses, with the range within the tensor and the range within the span."""
         for index in range(bisect_right(self._starts, span.start) - 1, len(self.tensors)):
             tensor = self.tensors[index]
             start = self._starts[index]
@@ -203,7 +203,8 @@ class Fragment:
     def visit(
         self, *, write: bool = False, digest: Digest | None = None
     ) -> Iterator[tuple[Span, Tensor, Mapping[str, Tensor]]]:
-        """Anchor and outer state span by span, on the device of θ_i; with `write` they may be changed in place.
+        """Go through anchor and outer state span by span, on the device of θ_i; with `write` they may be changed in
+        place.
 
         `digest` is given each span of the anchor when the caller asks for the next one: it is in a cache then.
         """
@@ -236,7 +237,7 @@ class Fragment:
         return self._kernels
 
     def scratch(self, span: Span) -> Tensor:
-        """fp32 memory for a span, which the next `read` overwrites."""
+        """Return fp32 memory for a span, which the next `read` overwrites."""
         count = span.stop - span.start
         return torch.empty(count, device=self.device) if self._scratch is None else self._scratch[:count]
 
@@ -256,7 +257,10 @@ class Fragment:
     def next_anchor(
         self, outer_opt: OuterOptimizer, mean_outer_gradient: Callable[[Span], Tensor], out: Tensor, digest: Digest
     ) -> None:
-        """Line 14 into `out` (flat, fp32): the bits that `outer_step` will make of the anchor. Nothing else changes."""
+        """Compute line 14 of Algorithm 1 into `out` (flat, fp32): the bits that `outer_step` will make of the anchor.
+
+        Nothing else changes.
+        """
         copies = {name: torch.empty_like(self.scratch(next(self.spans()))) for name in self.state}
         for span, anchor, state in self.visit():
             new = out[span.slice].copy_(anchor)
@@ -273,7 +277,7 @@ class Fragment:
 
     @torch.no_grad()
     def follow_flat(self, flat: Tensor, mixing: float) -> None:
-        """`follow`, with the whole of an anchor."""
+        """Do what `follow` does, for all spans and with the anchor `flat`."""
         own = list(self.tensors)
         anchor = list(self.views(flat).values())
         if not mixing:
@@ -309,7 +313,7 @@ class Fragment:
 
     @torch.no_grad()
     def anchor_values(self) -> Tensor:
-        """A copy of the anchor on the CPU, from wherever `exchange` has put it."""
+        """Copy the anchor to the CPU, from wherever `exchange` has put it."""
         if not self.swapped:
             return self.anchor.to("cpu", copy=True)
         values = torch.empty(self.numel)
@@ -327,7 +331,7 @@ class Fragment:
 
 
 def _flat_view(tensor: Tensor) -> Tensor:
-    """One dimension over the same memory, in memory order (so that channels-last and transposed weights work)."""
+    """View a tensor as one dimension, in memory order (so that channels-last and transposed weights work)."""
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride()[dim], reverse=True)
@@ -336,7 +340,7 @@ def _flat_view(tensor: Tensor) -> Tensor:
 
 
 def assign(names: Sequence[str], sync: SyncConfig) -> list[list[str]]:
-    """The names of each fragment; every name is in exactly one.
+    """Assign every parameter to one fragment: the names of each.
 
     A name's block is the first number in it: `model.layers.3.mlp.up_proj.weight` is in block 3.
     """
@@ -364,7 +368,7 @@ def assign(names: Sequence[str], sync: SyncConfig) -> list[list[str]]:
 
 
 def _by_hand(names: Sequence[str], text: str) -> list[list[str]]:
-    """`text`: fragments separated by semicolons, each a list of patterns with commas, as in `*embed*; *.0.*, *.1.*`."""
+    """Assign names by patterns. `text`: fragments separated by semicolons, each a list of patterns with commas."""
     fragments = [[pattern.strip() for pattern in part.split(",") if pattern.strip()] for part in text.split(";")]
     if not all(fragments):
         raise ConfigError(f"sync.fragments_by_hand = {text!r} has a fragment without a pattern: remove its semicolon")
@@ -395,7 +399,7 @@ def build_fragments(
     *,
     offload: bool = False,
 ) -> list[Fragment]:
-    """One fragment for each group of names; every parameter must be in exactly one group."""
+    """Build a fragment of each group of names; every parameter must be in exactly one group."""
     named = [name for group in groups for name in group]
     missing = parameters.keys() - set(named)
     unknown = set(named) - parameters.keys()
@@ -436,7 +440,7 @@ def _check_averageable(name: str, tensor: Tensor) -> None:
 
 
 def _check_disjoint(parameters: Mapping[str, Tensor]) -> None:
-    """Parameters over the same memory (tied through `.data`) would be averaged and stepped once for each name."""
+    """Refuse parameters over the same memory (tied through `.data`): each name would be averaged and stepped."""
     by_address = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in parameters.items())
     for (_, end, name), (start, _, other) in pairwise(by_address):
         if start < end:
@@ -448,7 +452,7 @@ def _check_disjoint(parameters: Mapping[str, Tensor]) -> None:
 
 
 def layout_digest(fragments: Sequence[Fragment], *more: object) -> str:
-    """A fingerprint of what all workers must share: names, shapes, memory order, and everything in `more`."""
+    """Hash what all workers must share: names, shapes, memory order, and everything in `more`."""
     description = [
         [(name, tuple(t.shape), t.stride()) for name, t in zip(f.names, f.tensors, strict=True)] for f in fragments
     ]

@@ -53,7 +53,7 @@ def _gradient_kernel(table, first, offset, anchor, delta, BLOCK: tl.constexpr, A
 
 @triton.jit
 def anchor_after(anchor, momentum, d, mask, lr, mu, KIND: tl.constexpr):
-    """OuterOpt along `d`, at these places; writes the momentum."""
+    """Return the anchor after OuterOpt along `d`; writes the momentum."""
     a = tl.load(anchor, mask, 0.0)
     b = d
     if KIND > 0:
@@ -66,7 +66,7 @@ def anchor_after(anchor, momentum, d, mask, lr, mu, KIND: tl.constexpr):
 
 @triton.jit
 def theta_after(theta, a, mask, weight, MIX: tl.constexpr):
-    """θ_i after the anchor's step to `a`."""
+    """Return θ_i after the anchor's step to `a`."""
     if MIX:  # torch.lerp's two branches
         own = tl.load(theta, mask, 0.0)
         near = tl.fma(weight, a - own, own)
@@ -80,7 +80,7 @@ def _step_kernel(
     table, first, offset, anchor, momentum, delta, lr, mu, weight,
     KIND: tl.constexpr, ALONE: tl.constexpr, MIX: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """OuterOpt on the anchor, and θ_i after it. ALONE: Δ is this worker's own, anchor − θ_i."""
+    """Let the anchor take the outer step, and θ_i follow it. ALONE: Δ is this worker's own, anchor − θ_i."""
     theta, start, count = entry(table, first + tl.program_id(0), ALIGNED)
     at = tl.arange(0, BLOCK)
     mask = at < count
@@ -103,7 +103,7 @@ def _row_sum_kernel(words, columns, sums, rows, WIDTH: tl.constexpr, ROWS: tl.co
 
 
 def weighted_row_sums(flat: Tensor, columns: Tensor) -> Tensor:
-    """The sum of each row's 64-bit words times `columns`; `flat` is whole rows."""
+    """Sum each row's 64-bit words times `columns`; `flat` is whole rows."""
     width = columns.numel()
     words = flat.view(torch.int64)
     sums = torch.empty(words.numel() // width, dtype=torch.int64, device=flat.device)
@@ -112,13 +112,13 @@ def weighted_row_sums(flat: Tensor, columns: Tensor) -> Tensor:
 
 
 def numbers_of(outer: OuterOptimizer) -> tuple[float, float]:
-    """Learning rate and momentum."""
+    """Return the learning rate and momentum of an outer optimizer that the kernels know."""
     assert isinstance(outer, SGD | SGDMomentum | Nesterov)
     return outer.lr, 0.0 if isinstance(outer, SGD) else outer.momentum
 
 
 def kind_of(outer: OuterOptimizer) -> int:
-    """The number by which the kernels know an outer optimizer."""
+    """Return the number by which the kernels know an outer optimizer."""
     return _KINDS[type(outer)]
 
 
@@ -126,7 +126,8 @@ class Kernels:
     """The kernels for one fragment's tensors, by address; build it anew when `moved` is true."""
 
     def __init__(self, tensors: Sequence[Tensor], part_elements: int) -> None:
-        """No entry crosses a multiple of the block, of which a part is a multiple: so a span is whole entries."""
+        """Cut the tensors into entries. None crosses a multiple of the block, so a span, whole parts, is whole
+        entries."""
         self._tensors = tensors
         self._part_elements = part_elements
         self._block = _BLOCK if part_elements % _BLOCK == 0 else 1024
@@ -144,7 +145,8 @@ class Kernels:
 
     @cached_property
     def firsts(self) -> Tensor:
-        """The first entry of every block of all parts, the last of which may go beyond the tensors; one more ends."""
+        """The first entry of every block of all parts, and the number of entries. The last part may go beyond the
+        tensors."""
         numel = sum(tensor.numel() for tensor in self._tensors)
         blocks = -(-numel // self._part_elements) * (self._part_elements // self._block)
         begins = torch.arange(blocks + 1) * self._block
@@ -179,7 +181,8 @@ class Kernels:
         delta: Tensor | None,
         mixing: float,
     ) -> None:
-        """The anchor's step along `delta` (None: this worker's own, anchor − θ_i), and θ_i after it."""
+        """Let the anchor take the outer step along `delta` (None: this worker's own, anchor − θ_i), and θ_i follow
+        it."""
         first, count = self._entries(start, start + anchor.numel())
         _step_kernel[(count,)](
             self.table, first, start, anchor, state.get("momentum", anchor), anchor if delta is None else delta,

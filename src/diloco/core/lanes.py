@@ -42,14 +42,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class LaneLayout:
-    """`owners[i]` is the rank of worker i that holds these pieces."""
+    """The pieces of one lane. `owners[i]` is the rank of worker i that holds them."""
 
     owners: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
 
 def shard_bounds(shape: Shape, ranks: int) -> list[int]:
-    """Rank r holds the flat elements [bounds[r], bounds[r + 1])."""
+    """Return the bounds of the ranks' shards: rank r holds the flat elements [bounds[r], bounds[r + 1])."""
     rows = shape[0] if shape else 1
     row = math.prod(shape[1:])
     chunk = -(-rows // ranks)
@@ -57,7 +57,8 @@ def shard_bounds(shape: Shape, ranks: int) -> list[int]:
 
 
 def lay_lanes(shapes: Mapping[str, Shape], sizes: Sequence[int]) -> list[LaneLayout]:
-    """The lanes of workers with sizes[i] ranks each, in the order of their owners; the first is rank 0 of every worker.
+    """Lay out the lanes of workers with sizes[i] ranks each, in the order of owners; the first is rank 0 of every
+    worker.
 
     Every rank is in at least one lane: a rank without any elements (the model is small) is in a lane without pieces,
     where it still receives the headers of the rounds.

@@ -89,7 +89,8 @@ def _replace_opposed(stacked: Tensor, portions: Sequence[float]) -> Tensor:
 
 
 def _agreement(stacked: Tensor) -> Tensor:
-    """The cosine of each contribution with the sum of the others, each at length 1; -2 if it is next to nothing."""
+    """Return the cosine of each contribution with the sum of the others, each at length 1; -2 if it is next to
+    nothing."""
     norms = _sum_of_squares(stacked).sqrt_()
     lengths = torch.where(norms > 0, norms, 1.0)
     total = torch.zeros_like(stacked[0])
@@ -114,7 +115,7 @@ def _sum_of_squares(values: Tensor) -> Tensor:
 
 
 def _sum_over_elements(values: Tensor) -> Tensor:
-    """Over the last dimension: halves are added to each other until one element is left."""
+    """Sum over the last dimension: halves are added to each other until one element is left."""
     while (size := values.shape[-1]) > 1:
         half = size // 2
         added = values[..., :half] + values[..., half : 2 * half]

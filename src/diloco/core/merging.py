@@ -86,7 +86,7 @@ class Decision:
     """A mean of leftovers in which a worker counts that has nothing left: the outer step is the mean itself."""
 
     def summary_fields(self) -> dict[str, Any]:
-        """The fields that RoundSummary has too, by name; `resync` is each worker's own there."""
+        """Return by name the fields that RoundSummary has too, but for `resync`, which is each worker's own there."""
         return {name: getattr(self, name) for name in _IN_SUMMARY}
 
 
@@ -170,11 +170,11 @@ class _Candidate:
 
     @property
     def scale(self) -> float:
-        """The factor by which it is multiplied before it is averaged."""
+        """The factor by which the contribution is multiplied before it is averaged."""
         return min(1.0, self.bound / self.claim.norm) if self.is_long else 1.0
 
     def excess(self, max_norm_ratio: float) -> str:
-        """Say by how much it is too long."""
+        """Say by how much the contribution is too long."""
         return (
             f"norm {self.claim.norm:.3g} is above the bound {self.bound:.3g} (sync.max_norm_ratio = {max_norm_ratio:g})"
         )
@@ -218,7 +218,7 @@ def admit(claims: Sequence[Claim]) -> list[str | None]:
 
 
 def norm_bounds(claims: Sequence[Claim], max_norm_ratio: float | None, late: Collection[int] = ()) -> list[float]:
-    """The norm with which each admitted claim with work counts at most. A longer contribution is scaled down.
+    """Bound the norm with which each admitted claim with work counts. A longer contribution is scaled down.
 
     The bound is `max_norm_ratio` times the round's (lower) median; None: there is none. A worker with more work than
     the median, up to one full round, is measured against the median norm per work times its own work: a fast worker
@@ -244,7 +244,7 @@ def norm_bounds(claims: Sequence[Claim], max_norm_ratio: float | None, late: Col
 
 
 def absurd_norms(claims: Sequence[Claim], bounds: Sequence[float], rounds: Sequence[int]) -> list[int]:
-    """The positions of claims whose norm is so far above its bound that they are refused instead of scaled down.
+    """Find the positions of claims whose norm is so far above its bound that they are refused instead of scaled down.
 
     Scaled down, a lie still counts with the bound. `rounds` as in `bounded_weights`: a worker that missed some carries
     the work of several.
@@ -256,7 +256,7 @@ def absurd_norms(claims: Sequence[Claim], bounds: Sequence[float], rounds: Seque
 
 
 def short_norms(claims: Sequence[Claim]) -> list[int]:
-    """The positions of claims with next to no outer gradient for their weight: they would only make the mean shorter.
+    """Find the positions of claims with next to no outer gradient for their weight, which would only shorten the mean.
 
     Shorter than LEAST_NORM of the round's (lower) median, and of the median norm per weight times their own weight: a
     slow worker with few steps has a short one. Of fewer than three claims one cannot be told from the others.
@@ -273,7 +273,7 @@ def short_norms(claims: Sequence[Claim]) -> list[int]:
 
 
 def bounded_weights(claims: Sequence[Claim], rounds: Sequence[int] = ()) -> list[float]:
-    """The weight of each claim, at most its `rounds` times the (lower) median of the claims' `round_weight`.
+    """Bound the weight of each claim: at most its `rounds` times the (lower) median of the claims' `round_weight`.
 
     `rounds`: 1 of a worker that was in the last round, more of one that missed some, whose contribution has the work of
     several; () if that is not known: MAX_WEIGHT_ROUNDS each. One that lies about its weight counts as much as an honest
@@ -285,7 +285,7 @@ def bounded_weights(claims: Sequence[Claim], rounds: Sequence[int] = ()) -> list
 
 
 def leftover_weights(claims: Sequence[Claim], weights: Sequence[float]) -> list[float] | None:
-    """The weights in a mean of leftovers, in which each present worker counts as a full round at least.
+    """Weigh a mean of leftovers, in which each present worker counts as a full round at least.
 
     None if a worker that still trains has work in the mean: it is a round like any other then. In a swarm, where a
     worker may lie about it, most of the workers must still train.
@@ -326,7 +326,7 @@ def _own_fault(claim: Claim, reference_digest: str, most_a_round: float) -> str 
 
 
 def diverged(digests: Sequence[str]) -> tuple[int, ...]:
-    """The positions whose anchor is not the majority's (ties go to the digest that comes first)."""
+    """Find the positions whose anchor is not the majority's (ties go to the digest that comes first)."""
     reference = _majority(digests)
     return tuple(index for index, digest in enumerate(digests) if digest != reference)
 
@@ -336,7 +336,7 @@ def _majority(digests: Sequence[str]) -> str:
 
 
 def shares(weights: Sequence[float]) -> list[float]:
-    """Weights relative to the largest: equal weights become exactly 1, and their mean a plain mean."""
+    """Divide weights by the largest: equal weights become exactly 1, and their mean a plain mean."""
     largest = max(weights, default=0.0)
     return [weight / largest for weight in weights] if largest > 0 else [0.0] * len(weights)
 
@@ -344,7 +344,7 @@ def shares(weights: Sequence[float]) -> list[float]:
 def weighted_mean(
     values: Iterable[Tensor], weights: Sequence[float], out: Tensor, scales: Sequence[float] = ()
 ) -> Tensor:
-    """Σ w_i s_i v_i / Σ w_i in fp32, summed in the order given: the same bits wherever it is computed.
+    """Compute Σ w_i s_i v_i / Σ w_i in fp32, summed in the order given: the same bits wherever it is computed.
 
     `scales` are those of contributions that are too long; none: 1 each.
     The first of `values` may be `out` itself, and all others the same scratch memory, filled anew each time.
@@ -369,12 +369,13 @@ def weighted_mean(
 
 
 def num_products(contributors: int) -> int:
-    """All pairs, and each contributor with itself."""
+    """Count the inner products of the contributions: one for each pair, and each contribution with itself."""
     return contributors * (contributors + 1) // 2
 
 
 def inner_products(values: Sequence[Tensor]) -> Tensor:
-    """The inner products of the same parts of all contributions, in the order of `combinations_with_replacement`."""
+    """Compute the inner products of the same parts of all contributions, in the order of
+    `combinations_with_replacement`."""
     pairs = combinations_with_replacement([value.view(-1) for value in values], 2)
     if values[0].is_cuda:  # not `dot`: cuBLAS keeps 32 MiB for each stream that it is used in
         return torch.stack([torch.sum(a * b) for a, b in pairs])
@@ -382,7 +383,7 @@ def inner_products(values: Sequence[Tensor]) -> Tensor:
 
 
 def leave_one_out(workers: Sequence[int], products: Sequence[float]) -> dict[int, float]:
-    """The cosine of each worker's contribution with the sum of all others; none with fewer than three."""
+    """Return the cosine of each worker's contribution with the sum of all others; none with fewer than three."""
     count = len(workers)
     if count < 3 or len(products) != num_products(count):
         return {}
@@ -399,7 +400,7 @@ def leave_one_out(workers: Sequence[int], products: Sequence[float]) -> dict[int
 
 
 def cosines(workers: Sequence[int], products: Sequence[float]) -> list[tuple[int, int, float]]:
-    """(worker, worker, cosine) of every pair, from the inner products of their contributions; none without those.
+    """Return (worker, worker, cosine) of every pair, from the inner products of the contributions; none without those.
 
     Four decimals: engines add up in different orders.
     """

@@ -34,7 +34,7 @@ class Staging:
         self._arriving, self._leaving = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def visit(self, home: Sequence[Tensor], spans: Sequence[slice], *, write: bool) -> Iterator[list[Tensor]]:
-        """The spans of all `home` buffers on the GPU, in order; with `write`, changes are copied back.
+        """Go through the spans of all `home` buffers, on the GPU, in order; with `write`, changes are copied back.
 
         On return everything has arrived: the CPU may read the buffers.
         """

@@ -26,7 +26,7 @@ class Scope:
     """The dotted key and the value with which this option has no effect."""
 
     def inside(self, table: "Scope") -> "Scope":
-        """This scope, completed with that of the option's table."""
+        """Complete this scope with that of the option's table."""
         return Scope(
             table.may_change if self.may_change is None else self.may_change,
             self.may_differ or table.may_differ,
@@ -40,7 +40,7 @@ def scope(
     may_differ: Differs | None = None,
     unused_with: tuple[str, object] | None = None,
 ) -> dict[str, Scope]:
-    """The metadata of a dataclass field that says its scope."""
+    """Return the metadata of a dataclass field that says its scope."""
     return {"scope": Scope(may_change, may_differ, unused_with)}
 
 
@@ -51,14 +51,14 @@ def option(
     may_differ: Differs | None = None,
     unused_with: tuple[str, object] | None = None,
 ) -> Any:
-    """A dataclass field with a default and a scope."""
+    """Declare a dataclass field with a default and a scope."""
     metadata = scope(may_change=may_change, may_differ=may_differ, unused_with=unused_with)
     return field(default=default, metadata=metadata)
 
 
 @cache
 def scopes(kind: Any) -> Mapping[str, Scope]:
-    """The scope of every option of a configuration class, by dotted key."""
+    """Return the scope of every option of a configuration class, by dotted key."""
     by_key: dict[str, Scope] = {}
     for declared in fields(kind):
         own: Scope = declared.metadata.get("scope", Scope())
@@ -71,7 +71,7 @@ def scopes(kind: Any) -> Mapping[str, Scope]:
 
 
 def common_values(config: Any) -> dict[str, object]:
-    """The values of a table that must be the same on all workers, by name."""
+    """Return the values of a table that must be the same on all workers, by name."""
     kind: Any = type(config)
     same = [key for key, declared in scopes(kind).items() if declared.may_differ != "always"]
     return {key: getattr(config, key) for key in same}

@@ -42,7 +42,8 @@ class OuterOptimizer(ABC):
             check_course(self.course, self.name)
 
     def at(self, turn: int) -> "OuterOptimizer":
-        """The optimizer, with fixed numbers, of the rounds of a turn (core/schedule.py), counted from 0."""
+        """Return the optimizer of the rounds of a turn (core/schedule.py), with fixed numbers; turns are counted from
+        0."""
         if self.course is None:
             return self
         if self.course.is_plain(turn):
@@ -168,13 +169,13 @@ OUTER_OPTIMIZERS: dict[str, type[OuterOptimizer]] = {
 
 
 def used_numbers(config: OuterConfig) -> dict[str, float]:
-    """The optimizer's own numbers, given or not."""
+    """Return the optimizer's own numbers, whether they were given or are its defaults."""
     numbers: dict[str, Any] = config.given()
     outer = OUTER_OPTIMIZERS[config.optimizer](**numbers)
     return {number.name: getattr(outer, number.name) for number in fields(outer) if number.name != "course"}
 
 
 def outer_optimizer(config: OuterConfig, rounds: int | None = None) -> OuterOptimizer:
-    """The optimizer a configuration names, with the numbers it gives. `rounds`: of the whole run, if it is known."""
+    """Build the optimizer that a configuration names. `rounds`: of each fragment in the whole run, if that is known."""
     course = Course(**config.course(), rounds=rounds) if config.course() else None
     return OUTER_OPTIMIZERS[config.optimizer](**config.given(), course=course)

@@ -28,7 +28,7 @@ from diloco.core.outer_optimizers import OuterOptimizer
 
 @torch.no_grad()
 def outer_gradient(fragment: Fragment, theta_i: Tensor | None = None) -> Iterator[tuple[Span, Tensor]]:
-    """Line 12 inside the sum: Δ_i = θ^(t-1) − θ_i in fp32, as (span, [elements of the span]).
+    """Compute line 12 inside the sum: Δ_i = θ^(t-1) − θ_i in fp32, as (span, [elements of the span]).
 
     The tensor is scratch memory: use it before asking for the next one. `theta_i`: a flat fp32 copy of the fragment's
     parameters, in place of the parameters themselves.
@@ -45,7 +45,7 @@ def outer_step(
     mixing: float = 0.0,
     digest: Digest | None = None,
 ) -> None:
-    """Lines 14 and 3: the anchor takes the outer step, and the worker's parameters follow it.
+    """Take lines 14 and 3: the outer step of the anchor, which the worker's parameters then follow.
 
     `mean_outer_gradient(span)` gives Δ of that span in fp32, the same bits on every worker; None: this worker is alone
     (k = 1), and Δ is its own outer gradient.

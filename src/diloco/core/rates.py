@@ -22,7 +22,7 @@ class LearningRateCurve:
     final_ratio: float = 0.0
 
     def factor(self, step: int) -> float:
-        """The learning rate of inner step number `step`, counted from 0, as a share of the peak."""
+        """Return the learning rate of inner step number `step`, counted from 0, as a share of the peak."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
@@ -55,7 +55,7 @@ class Course:
         return self.rounds is not None and turn >= self.rounds - self.plain_rounds and self.plain_rounds > 0
 
     def number(self, name: str, own: float, turn: int) -> float:
-        """`name` is lr or momentum, `own` the optimizer's number; turns are counted from 0."""
+        """Return the learning rate or the momentum (`name`) of a turn; `own` is the optimizer's number."""
         start = getattr(self, f"start_{name}")
         final = getattr(self, f"final_{name}")
         if turn < self.warmup_rounds:

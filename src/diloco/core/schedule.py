@@ -22,10 +22,10 @@ from diloco.errors import ConfigError
 
 
 class RoundLengths(Protocol):
-    """The lengths of rounds that do not all take H inner steps; the same on all workers, as the schedule is."""
+    """Says how long rounds are that do not all take H inner steps; the same on all workers, as the schedule is."""
 
     def length(self, base: int, step: int) -> int:
-        """The inner steps of a round that begins after inner step `step`; at least `base`, which is H."""
+        """Return the inner steps of a round that begins after inner step `step`; at least `base`, which is H."""
 
 
 class _Turns:
@@ -43,7 +43,7 @@ class _Turns:
         return self._starts[turn]
 
     def at(self, step: int) -> int:
-        """The turn that inner step `step` + 1 belongs to."""
+        """Return the turn that inner step `step` + 1 belongs to."""
         while self._starts[-1] <= step:
             self._add()
         return bisect_right(self._starts, step) - 1
@@ -79,7 +79,7 @@ class Schedule:
 
     @classmethod
     def spread(cls, num_inner_steps: int, fragments: int, overlap_steps: int = 0) -> "Schedule":
-        """Fragments at even distances within H, so that the network is used evenly."""
+        """Put fragments at even distances within H, so that the network is used evenly."""
         if num_inner_steps >= 1 and fragments > num_inner_steps:
             raise ConfigError(
                 f"{fragments} fragments do not fit into num_inner_steps = {num_inner_steps}: "
@@ -108,36 +108,36 @@ class Schedule:
         return {place: tuple(p for p in fragments if places[p] == place) for place in places}
 
     def turn_steps(self, turn: int) -> int:
-        """H of a turn, which are numbered from 0."""
+        """Return the inner steps of a turn: H, unless turns grow. Turns are numbered from 0."""
         return self._start(turn + 1) - self._start(turn)
 
     def turn_of(self, sequence: int) -> int:
-        """The turn of post number `sequence`."""
+        """Return the turn of post number `sequence`."""
         return sequence // len(self.offsets)
 
     def turns_until(self, step: int) -> int:
-        """The number of turns that have begun when inner step `step` is taken."""
+        """Count the turns that have begun when inner step `step` is taken."""
         steps = step - self.warm_start
         return self._turn_at(steps - 1) + 1 if steps > 0 else 0
 
     def turn_end(self, step: int) -> int:
-        """The last step of the turn that the step after `step` belongs to."""
+        """Return the last step of the turn that the step after `step` belongs to."""
         return self.warm_start + self._start(self._turn_at(step - self.warm_start) + 1)
 
     def _start(self, turn: int) -> int:
-        """The step after which a turn begins, counted from the end of the warm start, as in all that follows."""
+        """Return the step after which a turn begins, counted from the end of the warm start."""
         return turn * self.num_inner_steps if self._turns is None else self._turns.start(turn)
 
     def _turn_at(self, step: int) -> int:
-        """The turn that the step after `step` belongs to."""
+        """Return the turn that the step after `step` belongs to, both counted from the end of the warm start."""
         return step // self.num_inner_steps if self._turns is None else self._turns.at(step)
 
     def _place(self, fragment: int, H: int) -> int:
-        """The step of a turn of H steps after which a fragment is posted: from 1 to H."""
+        """Return the step of a turn of H steps after which a fragment is posted: from 1 to H."""
         return (self.offsets[fragment] * H // self.num_inner_steps - 1) % H + 1
 
     def posts_at(self, step: int) -> tuple[int, ...]:
-        """The fragments whose outer gradient is taken and sent after inner step `step`."""
+        """Return the fragments whose outer gradient is taken and sent after inner step `step`."""
         step -= self.warm_start
         if step <= 0:
             return ()
@@ -149,7 +149,7 @@ class Schedule:
         return tuple(p for p in range(len(self.offsets)) if self._place(p, H) == within)
 
     def rotation(self, step: int) -> tuple[int, ...]:
-        """All fragments in the order in which they are posted next, after inner step `step`."""
+        """Return all fragments in the order in which they are posted next, after inner step `step`."""
         step = max(0, step - self.warm_start)
         turn = self._turn_at(step)
         H = self.turn_steps(turn)
@@ -158,17 +158,17 @@ class Schedule:
         return tuple(sorted(range(len(places)), key=lambda p: (places[p] <= within, places[p], p)))
 
     def fragment_of(self, sequence: int) -> int:
-        """The fragment of post number `sequence`."""
+        """Return the fragment of post number `sequence`."""
         return self._order[sequence % len(self.offsets)]
 
     def post_step(self, sequence: int) -> int:
-        """The inner step after which post number `sequence` is due."""
+        """Return the inner step after which post number `sequence` is due."""
         turn = self.turn_of(sequence)
         place = self._place(self.fragment_of(sequence), self.turn_steps(turn))
         return self.warm_start + self._start(turn) + place
 
     def posts_until(self, step: int) -> int:
-        """The number of posts that are due by the end of inner step `step`: the sequence number of the next one."""
+        """Count the posts that are due by the end of inner step `step`: the sequence number of the next one."""
         step = max(0, step - self.warm_start)
         turn = self._turn_at(step)
         H = self.turn_steps(turn)
