@@ -22,7 +22,7 @@ _ORDER = "the order is DiLoCo(model, optimizer, engine)"
 
 
 def check_model_inner_engine(model: object, inner: object, engine: object) -> None:
-    """The three in their order, and an engine with which rounds are possible."""
+    """Check the three in their order, and that rounds are possible with the engine."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model is {described(model)}, and must be a torch.nn.Module: {_ORDER}")
     _check_inner(inner)
@@ -75,7 +75,7 @@ def check_replicas(model: nn.Module, engine: Connection) -> None:
 
 
 def sync_config(sync: object, H: object) -> SyncConfig:
-    """`sync`, or the defaults with H inner steps between two rounds."""
+    """Return `sync`, or the defaults with H inner steps between two rounds."""
     if sync is not None and not isinstance(sync, SyncConfig):
         number = f" (H = {sync} inner steps between two rounds: H={sync})" if isinstance(sync, int) else ""
         raise ConfigError(
@@ -100,7 +100,7 @@ def sync_config(sync: object, H: object) -> SyncConfig:
 
 
 def chosen_outer(outer: object) -> OuterOptimizer:
-    """The outer optimizer: given itself or by name; Nesterov 0.7 / 0.9 if left out."""
+    """Return the outer optimizer that was given, itself or by name; Nesterov 0.7 / 0.9 if it was left out."""
     if outer is None:
         return Nesterov()
     if isinstance(outer, OuterOptimizer):

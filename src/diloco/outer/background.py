@@ -123,7 +123,8 @@ class BackgroundReplica(OneRankReplica):
         return super().are_finite(index, means) if prepared is None else math.isfinite(prepared.norm)
 
     def _prepared_for(self, index: int, mean: EncodedVector) -> _Prepared | None:
-        """The anchor that was prepared with this mean; None if there is none, or if the anchor has changed since."""
+        """Return the anchor that was prepared with this mean; None if there is none, or if the anchor has changed
+        since."""
         prepared = self._prepared.get(index)
         fragment = self.lane.fragments[index]
         if prepared is None or fragment is None or prepared.mean is not mean:
@@ -135,7 +136,8 @@ class BackgroundReplica(OneRankReplica):
         self._posting.finish()
 
     def fetch_states(self) -> list[GlobalState] | None:
-        """Ask after the rounds posted so far: the order of what an engine does is the same on all workers."""
+        """Fetch the others' state after the rounds posted so far: the order of what an engine does is the same on all
+        workers."""
         self.finish_posts()
         return super().fetch_states()
 
@@ -220,7 +222,7 @@ class BackgroundReplica(OneRankReplica):
 
 
 class _BackgroundRound:
-    """`wait` is bounded by the engine's own wait."""
+    """A round that the posting thread begins. `wait` is bounded by the engine's own wait."""
 
     def __init__(self) -> None:
         self.norm = math.nan

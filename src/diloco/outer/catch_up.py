@@ -33,16 +33,17 @@ class CatchUp:
         """Fragment -> its first round since the last merge that failed here, and may have ended for the others."""
 
     def record_failed(self, key: RoundKey) -> None:
-        """A round has failed for this worker, and as far as it knows for all."""
+        """Record a round that has failed for this worker, and as far as it knows for all."""
         self._failed.setdefault(key.fragment, key.sequence)
 
     def record_merged(self, key: RoundKey) -> None:
-        """A later round of the fragment is merged, from an anchor that all have: the others have no mean of the failed
+        """Record that a later round of the fragment is merged, from an anchor that all have: the others have no mean
+        of the failed
         one."""
         self._failed.pop(key.fragment, None)
 
     def _unmerged(self, index: int) -> int:
-        """The first round that may not be in the anchor of this fragment."""
+        """Return the first round that may not be in the anchor of this fragment."""
         return min(self._state.unmerged, self._failed.get(index, self._state.unmerged))
 
     def take_over(self, states: Sequence[GlobalState], *, start: bool = False, following: Collection[int] = ()) -> None:
@@ -74,7 +75,8 @@ class CatchUp:
         self._replica.update_digests()
 
     def follow(self, posted: RoundInFlight, mixing: float) -> None:
-        """A round with this worker's work in it came with the others' state: what a merge does to the parameters."""
+        """Move the parameters as a merge does, after a round with this worker's work in it that came with the others'
+        state."""
         index = posted.key.fragment
         for _, fragment in self._state.fragments_of(index):
             fragment.adopt_anchor(mixing)
@@ -82,7 +84,7 @@ class CatchUp:
         self._replica.changed(index)
 
     def leave(self, indices: Collection[int]) -> None:
-        """The parameters of these fragments become the anchor; nothing in them is this worker's work."""
+        """θ_i ← anchor, in these fragments: nothing in them is this worker's work."""
         for index in indices:
             self._state.drop_work(index)
 
@@ -102,7 +104,7 @@ class CatchUp:
         return shares
 
     def _posted_before(self, sequence: int, index: int) -> int:
-        """The position of a fragment's last post before that round."""
+        """Return the position of a fragment's last post before that round."""
         for earlier in range(sequence - 1, max(-1, sequence - 1 - self._state.num_fragments), -1):
             if self._schedule.fragment_of(earlier) == index:
                 return self._schedule.post_step(earlier)
@@ -115,7 +117,7 @@ class CatchUp:
                 fragment.add_anchor(sign * share)
 
     def _merge_mean(self, key: RoundKey, encoded: Sequence[Tensor], *, plain: bool) -> None:
-        """The others' outer step in a round that this worker was not in; its parameters stay as they are."""
+        """Take the others' outer step of a round that this worker was not in; its parameters stay as they are."""
         for lane, mean in zip(self._replica.lanes, encoded, strict=True):
             into = lane.sending[key.fragment].vector.mean
             into.data.copy_(mean.view(into.data.shape))
@@ -123,7 +125,8 @@ class CatchUp:
         self._state.merged_rounds[key.fragment] += 1
 
     def _position(self, theirs: GlobalState) -> int:
-        """The others' position as far as it is known; in any case after the last round and before the next one."""
+        """Return the others' position as far as it is known; in any case after the last round and before the next
+        one."""
         sequence = theirs.numbers["sequence"]
         position = theirs.numbers.get("inner_steps", 0) if theirs.position is None else theirs.position
         after = self._schedule.post_step(sequence - 1) if sequence else self._schedule.warm_start

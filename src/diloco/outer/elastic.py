@@ -77,7 +77,7 @@ class ElasticLoop(OuterLoop):
         self._joined = True
 
     def _served(self, lane: Lane) -> GlobalState:
-        """Copies on the CPU: a joiner asks in another thread, at any moment."""
+        """Copy the state to the CPU: a joiner asks in another thread, at any moment."""
         with self.state.lock:
             if not self._joined or (self.missed is not None and self.missed.diverged):
                 raise RoundFailed("this worker's anchors are not the others': it takes theirs over itself")
@@ -88,7 +88,7 @@ class ElasticLoop(OuterLoop):
     # What is due
 
     def due(self) -> Iterator[int]:
-        """The rounds of the schedule, and rounds that the others will not wait for any longer.
+        """Find the rounds of the schedule, and rounds that the others will not wait for any longer.
 
         Each fragment once at most: a worker that is ahead of the others takes a step before it posts the next round.
         """
@@ -129,7 +129,7 @@ class ElasticLoop(OuterLoop):
         )
 
     def _is_last_turn(self) -> bool:
-        """The next round comes after the last one of the schedule: the others are in `finish`."""
+        """Whether the next round comes after the last one of the schedule: the others are in `finish`."""
         end = self.ends_at
         return end is not None and self.state.sequence >= self.schedule.posts_until(end)
 
@@ -172,7 +172,7 @@ class ElasticLoop(OuterLoop):
         return self.missed
 
     def merge_mean(self, posted: RoundInFlight, result: RoundResult) -> float | None:
-        """The outer step, unless an earlier round was missed: the anchor then comes with the others' state."""
+        """Take the outer step, unless an earlier round was missed: the anchor then comes with the others' state."""
         if self.missed is not None:
             self.missed.later.append((posted, result))
             return None
@@ -217,7 +217,8 @@ class ElasticLoop(OuterLoop):
         return taken is not None
 
     def _take_over_state(self, missed: Missed) -> bool | None:
-        """True if the others' state was taken over, False if this worker has it, None if it cannot be had now."""
+        """Fetch the others' state: True if it was taken over, False if this worker has it, None if it cannot be had
+        now."""
         worker = self.engine.worker
         try:
             states = self.replica.fetch_states()
@@ -238,16 +239,17 @@ class ElasticLoop(OuterLoop):
 
     @property
     def stopping(self) -> bool:
-        """Never: a worker that stops leaves alone."""
+        """Always False: a worker that stops leaves alone."""
         return False
 
     def _last_round(self) -> int:
-        """The last round of a run that ends here: one turn through all fragments after the last scheduled one."""
+        """Return the last round of a run that ends here: one turn through all fragments after the last scheduled
+        one."""
         end = self.state.inner_steps if self.ends_at is None else self.ends_at
         return self.schedule.posts_until(end) + self.state.num_fragments - 1
 
     def end_together(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
-        """Early: what is in flight is merged, and no more. Else a last turn with the work that is left.
+        """Merge what is in flight and, unless it is early, take a last turn with the work that is left.
 
         The confirmation follows if the others end too; if they train on, this worker leaves without it.
         """
@@ -270,7 +272,8 @@ class ElasticLoop(OuterLoop):
             self.merge_pending()
 
     def _last_of_all(self, own: int) -> int:
-        """The round after which this worker ends: its own last one, or that of all once all are done (ADR 25)."""
+        """Return the round after which this worker ends: its own last one, or that of all once all are done (ADR
+        25)."""
         return own if self.ends_at is not None or self._agreed_last is None else self._agreed_last
 
     def _confirm(self) -> None:

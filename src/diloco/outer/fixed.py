@@ -46,7 +46,8 @@ class FixedLoop(OuterLoop):
     # The start
 
     def take_part(self) -> None:
-        """All take worker 0's parameters. Momentum is zero everywhere, and a state that is loaded next has it all."""
+        """Take worker 0's parameters, as all do. Momentum is zero everywhere, and a state that is loaded next has it
+        all."""
         self._nothing_missed()
         for lane in self.replica.lanes:
             lane.engine.serve_state(partial(self._served, lane))
@@ -90,7 +91,7 @@ class FixedLoop(OuterLoop):
     # Rounds
 
     def due(self) -> Iterator[int]:
-        """The fragments of the schedule whose time the last inner step has reached, or passed."""
+        """Find the fragments of the schedule whose time the last inner step has reached, or passed."""
         self._first_of_step = self.state.sequence
         for position in self.reached_positions():
             for index in self.schedule.posts_at(position):
@@ -148,7 +149,8 @@ class FixedLoop(OuterLoop):
         return self._patience_seconds
 
     def _end_after(self, posted: RoundInFlight) -> None:
-        """A worker stops, or all are done: all end one full turn after the round that told of it.
+        """Set the last round: all end one full turn after the round that told of a worker that stops, or that all are
+        done.
 
         Where rounds travel for a turn the others hear of it that late, when they have steps to post again: two turns.
         """
@@ -157,7 +159,7 @@ class FixedLoop(OuterLoop):
         self._last_round = last if self._last_round is None else min(last, self._last_round)
 
     def _save_before_cut(self, posted: RoundInFlight) -> None:
-        """This worker's state, but for the round's number, is as it was before it posted: it can be saved as such.
+        """Let the caller save this worker's state, which is as it was before it posted, but for the round's number.
 
         Not if it is in `finish` itself (it has saved before its last rounds), nor if it has trained on since, nor if
         an earlier round of the same step is merged.
@@ -203,7 +205,8 @@ class FixedLoop(OuterLoop):
         self._begin()
 
     def _post_until_all_are_done(self) -> None:
-        """The rounds that the others post by the schedule, in its order; a mean is merged as soon as it is there."""
+        """Post the rounds that the others post by the schedule, in its order; a mean is merged as soon as it is
+        there."""
         for index in cycle(self.schedule.rotation(self.state.inner_steps)):
             if self._last_round is not None and self.state.sequence > self._last_round:
                 return
@@ -213,7 +216,8 @@ class FixedLoop(OuterLoop):
             self.merge_pending()
 
     def _time_of_two_rounds(self) -> float:
-        """Twice the time that H steps have taken this worker so far, rounds included: the others may have them left."""
+        """Return twice the time that H steps have taken this worker so far, with rounds: the others may have them
+        left."""
         started, first = self._began
         steps = max(1, self.state.inner_steps - first)
         H = self.schedule.turn_steps(self.schedule.turn_of(self.state.sequence))

@@ -17,7 +17,8 @@ from diloco.engines.rounds import Contribution, Report, RoundResult
 
 
 class GradientMean:
-    """`contribution` is for a round of all workers; `take` puts the round's mean in place of the gradients."""
+    """Averages gradients: `contribution` is for a round of all workers, and `take` puts its mean in place of the
+    gradients."""
 
     def __init__(self, parameters: Mapping[str, Tensor], how: Codec, max_norm_ratio: float | None) -> None:
         """`max_norm_ratio` as in SyncConfig."""
@@ -33,14 +34,14 @@ class GradientMean:
         ]
 
     def zero_grad(self) -> None:
-        """Gradients are 0, and in the flat vector, so that averaging needs no copying."""
+        """Set gradients to 0, in the flat vector, so that averaging needs no copying."""
         self._flat.zero_()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
 
     @torch.no_grad()
     def contribution(self, weight: float, layout_digest: str, report: Report) -> Contribution:
-        """The encoded gradients of this worker, from wherever its backward pass has left them; none counts as 0."""
+        """Encode the gradients of this worker, from wherever its backward pass has left them; none counts as 0."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.grad is None:
                 view.zero_()
@@ -53,7 +54,7 @@ class GradientMean:
         return Contribution(self._vector, weight, norm, "", layout_digest, self._max_norm_ratio, report)
 
     def take(self, result: RoundResult) -> None:
-        """Every gradient becomes the mean."""
+        """Put the mean in place of every gradient."""
         self._flat.copy_(result.mean.decode(0, self._vector.layout.num_parts))
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.dtype != view.dtype:

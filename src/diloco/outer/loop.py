@@ -53,7 +53,8 @@ _CONFIRMATION = -1  # the "fragment" of the last round, in which only headers tr
 
 
 class OuterLoop(ABC):
-    """Owns the fragments. `inner_steps` is counted by the caller that takes them; then `post`, then `merge`."""
+    """One worker's outer loop, which owns its fragments. `inner_steps` is counted by the caller that takes them; then
+    `post`, then `merge`."""
 
     serves_copies: ClassVar[bool] = False
     """Other workers get this worker's state as copies, at any moment and in another thread."""
@@ -157,7 +158,7 @@ class OuterLoop(ABC):
         return sum(rounds for group, rounds in counts if not group.auxiliary)
 
     def is_auxiliary(self, key: RoundKey) -> bool:
-        """A round of buffers or second moments."""
+        """Whether a round averages buffers or second moments."""
         return self.replica.groups[key.fragment].auxiliary
 
     @property
@@ -166,7 +167,7 @@ class OuterLoop(ABC):
         return 1.0 if self._travels_a_turn else self.sync.mixing
 
     def end_at(self, position: int) -> None:
-        """The run ends there for all workers: no jump leads past it."""
+        """Set the position at which the run ends for all workers: no jump leads past it."""
         self.ends_at = position
         self.state.jump_back_to(position)
 
@@ -175,7 +176,7 @@ class OuterLoop(ABC):
     @property
     @abstractmethod
     def stopping(self) -> bool:
-        """A worker has asked for the end (`report.stopping`): leave the training loop and call `finish`."""
+        """Whether a worker has asked for the end (`report.stopping`): leave the training loop and call `finish`."""
 
     @property
     def patience_seconds(self) -> float:
@@ -188,26 +189,27 @@ class OuterLoop(ABC):
 
     @abstractmethod
     def due(self) -> Iterable[int]:
-        """The fragments to post after the inner steps taken so far, in order."""
+        """Find the fragments to post after the inner steps taken so far, in order."""
 
     @abstractmethod
     def got_result(self, posted: RoundInFlight, result: RoundResult) -> None:
-        """A round has a result; its mean is not merged yet."""
+        """Called when a round has a result, before its mean is merged."""
 
     @abstractmethod
     def failed(self, posted: RoundInFlight, failure: RoundFailed) -> None:
-        """A round gave no result."""
+        """Called when a round has failed."""
 
     @abstractmethod
     def refused_for_its_anchor(self, posted: RoundInFlight) -> None:
-        """The others refused this worker's contribution, because its anchor is not theirs."""
+        """Called when the others refused this worker's contribution because its anchor is not theirs."""
 
     def merge_mean(self, posted: RoundInFlight, result: RoundResult) -> float | None:
-        """Let a round's mean do what it does: the outer step, or something else. Its norm if it moved the anchor."""
+        """Apply a round's mean: take the outer step, or what another kind of run does with it. Its norm if the anchor
+        moved."""
         return self.outer_step(posted, result)
 
     def after_round(self, posted: RoundInFlight) -> None:  # noqa: B027 - only where workers come and go
-        """A round is over, with or without a mean."""
+        """Called when a round is over, with or without a mean."""
 
     @abstractmethod
     def end_together(self, *, early: bool, before_confirming: Callable[[], None]) -> None:
@@ -218,11 +220,11 @@ class OuterLoop(ABC):
 
     @abstractmethod
     def unsavable(self) -> str | None:
-        """Why the state of this moment is not one to go on from, if it is not; call `settle` first."""
+        """Say why a run cannot go on from the state of this moment; None if it can. Call `settle` first."""
 
     @abstractmethod
     def loaded(self) -> None:
-        """A saved state was loaded: nothing is missed any more."""
+        """Called when a saved state was loaded: nothing is missed any more."""
 
     # Posting and merging by the schedule
 
@@ -258,7 +260,7 @@ class OuterLoop(ABC):
         self.others_done = False
 
     def reached_positions(self) -> range:
-        """The positions of the schedule that the last inner step has reached: one, or more of a slow worker."""
+        """Return the positions of the schedule that the last inner step has reached: one, or more of a slow worker."""
         step = self.state.inner_steps
         reached = range(step, step + 1)
         for method in self.methods:
@@ -266,7 +268,7 @@ class OuterLoop(ABC):
         return reached
 
     def is_in_flight(self, index: int) -> bool:
-        """A round of this fragment is posted and not yet merged."""
+        """Whether a round of this fragment is posted and not yet merged."""
         return any(posted.key.fragment == index for posted in self.in_flight)
 
     # One round
@@ -327,13 +329,13 @@ class OuterLoop(ABC):
         return posted
 
     def report_now(self) -> Report:
-        """The report of this worker for the header of a round."""
+        """Complete the report of this worker for the header of a round."""
         return replace(
             self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
         )
 
     def _share_of_round(self, steps: int, H: int) -> float:
-        """The latest `steps` inner steps as a share of H steps at the peak rate, by which norms are compared."""
+        """Return the latest `steps` inner steps as a share of H steps at the peak rate, by which norms are compared."""
         if self.rates is None or not steps:
             return min(1.0, steps / H)
         work = sum(self.rates.factor(step) for step in range(self.inner_steps - steps, self.inner_steps))
@@ -390,7 +392,7 @@ class OuterLoop(ABC):
         logger.warning("%s; training goes on from this worker's parameters", failure.reason)
 
     def _end_with_result(self, posted: RoundInFlight, result: RoundResult) -> float | None:
-        """Take what a round has told, and merge its mean if it has one; the norm of the mean."""
+        """Take what a round has told, and merge its mean if it has one; returns the norm of the mean."""
         key = posted.key
         own = self.engine.worker
         self.others_done |= any(member.report.done for member in result.members if member.worker != own)
@@ -414,7 +416,7 @@ class OuterLoop(ABC):
         return mean_norm
 
     def outer_step(self, posted: RoundInFlight, result: RoundResult) -> float:
-        """The anchor takes the outer step with a round's mean, and the parameters follow; the mean's norm."""
+        """Take the outer step with a round's mean, which the parameters follow; returns the norm of the mean."""
         turn = self.schedule.turn_of(posted.key.sequence)
         mixing = 1.0 if posted.dropped else self.mixing
         with self.replica.merge_lock:
@@ -423,7 +425,8 @@ class OuterLoop(ABC):
         return norm
 
     def confirm(self) -> None:
-        """A last round without payload: every worker learns every other's final digest and report."""
+        """Take part in a last round without payload, in which every worker learns every other's final digest and
+        report."""
         empty = EncodedVector(codec(self.sync.codec), PartLayout(0))
         self._start(_CONFIRMATION, [empty] * len(self.replica.lanes), 0, 0.0, self.state.anchor_digest())
         result = self.in_flight.pop().pending.wait()
@@ -434,7 +437,7 @@ class OuterLoop(ABC):
 
     @contextmanager
     def count_seconds(self) -> Iterator[None]:
-        """The time inside is spent on rounds."""
+        """Count the time inside as spent on rounds."""
         started = time.monotonic()
         try:
             yield
@@ -473,7 +476,7 @@ class OuterLoop(ABC):
             self.before_saving()
 
     def saved(self) -> tuple[dict[str, TensorPieces], Numbers]:
-        """Everything but the model and the inner optimizer; call `settle` first."""
+        """Return what is saved: everything but the model and the inner optimizer. Call `settle` first."""
         self.refuse_while_evaluating()
         means, in_flight = saved_rounds(self.in_flight, self.state)
         taken = means_taken(self.in_flight, self.engine.worker)
@@ -484,7 +487,7 @@ class OuterLoop(ABC):
         return self.state.saved_tensors(taken) | means, numbers
 
     def memory_to_load(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
-        """The memory to load a saved state into, and what to call then."""
+        """Return the memory to load a saved state into, and what to call then."""
         self.refuse_while_evaluating()
         self.state.check_fragments(numbers)
         means, rounds = restored_rounds(numbers["in_flight"], self.state)

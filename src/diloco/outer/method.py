@@ -48,7 +48,7 @@ class Position(Protocol):
         """The inner steps of this worker itself."""
 
     def jump_to(self, position: int) -> None:
-        """Forward only; the steps between count as no work of this worker's."""
+        """Move forward to a position; the steps between count as no work of this worker's."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Method(ABC):
     @classmethod
     @abstractmethod
     def chosen(cls, options: Options) -> Self | None:
-        """The method, if these options ask for it."""
+        """Build the method if these options ask for it."""
 
     travels_a_turn: ClassVar[bool] = False
     """A round is merged when its fragment is posted next, and the parameters do not follow its mean."""
@@ -102,30 +102,30 @@ class Method(ABC):
     # While the loop is built
 
     def groups(self) -> Sequence[Group]:
-        """The groups that are averaged besides the model's own tensors."""
+        """Return the groups that are averaged besides the model's own tensors."""
         return ()
 
     def gradient(self, place: LaneFragment) -> GradientSource | None:
-        """The outer gradient that is sent of a fragment in place of anchor − θ_i; None: that."""
+        """Return what computes a fragment's outer gradient in place of anchor − θ_i; None: that is sent."""
         return None
 
     def encoder(self, place: LaneFragment) -> SpanEncoder | None:
-        """The encoder of a fragment's outer gradient; None: the codec alone."""
+        """Return the encoder of a fragment's outer gradient; None: the codec alone."""
         return None
 
     def begin(self, worker: TrainingWorker) -> None:
-        """All is laid out, and nothing has been sent yet."""
+        """Called when all is laid out, and nothing has been sent yet."""
 
     # After an inner step
 
     def positions(self, reached: range, end: int | None) -> range:
-        """The positions of the schedule that the step has reached; `end` is that of the run, if it is known."""
+        """Return the positions of the schedule that the step has reached; `end` is that of the run, if it is known."""
         return reached
 
     # A round
 
     def drops(self, sequence: int) -> bool:
-        """This worker's outer gradient of that round is dropped on purpose."""
+        """Whether this worker's outer gradient of that round is dropped on purpose."""
         return False
 
     def report(self, report: Report) -> Report:
@@ -136,31 +136,33 @@ class Method(ABC):
         """Take what the headers of a round have told of the workers."""
 
     def ended(self, index: int, means: Means) -> None:
-        """A round of this fragment is over; `means` have this worker's contribution in them, None: none has."""
+        """Called when a round of this fragment is over; `means` have this worker's contribution in them, None: none
+        has."""
 
     def take_back(self, index: int, turn: int) -> bool:
-        """A round has failed: whether the fragment's next outer gradient carries its work again."""
+        """Called when a round has failed; whether the fragment's next outer gradient carries its work again."""
         return True
 
     # Anchors and parameters
 
     def at_anchor(self, index: int) -> None:
-        """The parameters of this fragment have become its anchor."""
+        """Called when the parameters of this fragment have become its anchor."""
 
     def work_dropped(self, index: int) -> None:
-        """This worker's own work on the fragment was given up for the others' anchor."""
+        """Called when this worker's own work on the fragment was given up for the others' anchor."""
 
     def moving_anchors(self, indices: Iterable[int]) -> AbstractContextManager[None]:
-        """Inside, the others' anchors of these fragments come in place of this worker's."""
+        """Entered while the others' anchors of these fragments come in place of this worker's."""
         return nullcontext()
 
     def begin_anew(self) -> None:
-        """The state was another worker's: what was measured of its training does not count."""
+        """Called when the state was another worker's: what was measured of its training does not count."""
 
     # Saving
 
     def saved_tensors(self, index: int, means: Means) -> dict[str, list[Tensor]]:
-        """Flat buffers of the fragment's size by name, one for each lane that has it; `means` as in `ended`, in flight.
+        """Return flat buffers of the fragment's size by name, one for each lane that has it; `means` as in `ended`, in
+        flight.
 
         They are views: a saved state is loaded by writing into them.
         """
@@ -170,4 +172,4 @@ class Method(ABC):
         return {}
 
     def loaded(self, numbers: Numbers) -> None:
-        """A saved state was loaded; `numbers` has what `saved_numbers` gave, if that version saved it."""
+        """Called when a saved state was loaded; `numbers` has what `saved_numbers` gave, if that version saved it."""

@@ -92,7 +92,7 @@ class RankedReplica(Replica):
             tensor.check_in_place()
 
     def encode(self, index: int, turn: int, report: Report, *, dropped: bool = False) -> tuple[float, Report]:
-        """The norm of the whole worker's outer gradient, and its report: any rank may stop it, all must be done.
+        """Return the norm of the whole worker's outer gradient, and its report: any rank may stop it, all must be done.
 
         An inner step takes as long as on its slowest rank.
         """
@@ -110,7 +110,7 @@ class RankedReplica(Replica):
     def merge(
         self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int, *, plain: bool = False
     ) -> float:
-        """The outer step of a fragment in every lane; the norm of the whole mean outer gradient."""
+        """Take the outer step of a fragment in every lane; returns the norm of the whole mean outer gradient."""
         lanes = zip(self.lanes, means, strict=True)
         own = [lane.merge(index, mean, mixing, turn, plain=plain) for lane, mean in lanes]
         self.update_digests()
@@ -118,14 +118,16 @@ class RankedReplica(Replica):
         return math.hypot(*(norm for (norm,) in self.engine.ranks.gather_numbers(math.hypot(*own))))
 
     def changed(self, index: int | None = None) -> None:
-        """Parameters of one fragment, or of all, were written here: the worker's ranks must see the same."""
+        """Called when parameters of one fragment, or of all, were written here: the worker's ranks must see the
+        same."""
         names = self._local if index is None else self.groups[index].names
         share((self._local[name] for name in names), self.engine.ranks)
         for module in self.tensors.sharded_modules:
             module.reshard()  # type: ignore[operator]
 
     def update_digests(self) -> None:
-        """The worker's digest of each fragment: a hash of its lanes' digests in lane order, the same on all ranks."""
+        """Compute the worker's digest of each fragment: a hash of its lanes' digests in lane order, the same on all
+        ranks."""
         lanes = range(self._num_lanes)
         mine = {lane.number: lane for lane in self.lanes}
         own = [mine[n].digests[index] if n in mine else NO_DIGEST for index in range(len(self.groups)) for n in lanes]
@@ -143,7 +145,8 @@ class RankedReplica(Replica):
                 self.engine.ranks.average(self._local[name].local)
 
     def fetch_states(self) -> list[GlobalState] | None:
-        """The others' state for each lane, if this worker must take it over. Raises on all its ranks or on none."""
+        """Return the others' state for each lane, if this worker must take it over. Raises on all its ranks or on
+        none."""
         states: list[GlobalState | None] = []
         problem = None
         try:
@@ -178,7 +181,7 @@ class RankedRound:
             self._error = error
 
     def wait(self) -> RoundResult:
-        """Raises RoundFailed or EngineError on all ranks of the worker or on none."""
+        """Return the whole worker's result. Raises RoundFailed or EngineError on all its ranks or on none."""
         results: list[RoundResult] = []
         failures: list[RoundFailed] = []
         try:

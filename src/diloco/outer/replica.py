@@ -33,7 +33,8 @@ _FEW_BITS = ("int4", "e3m0", "2bit", "topk")
 
 @dataclass(eq=False)
 class Lane:
-    """`fragments`, `pieces`, `sending` and `digests` are in the order of the groups."""
+    """What one engine averages on this rank. `fragments`, `pieces`, `sending` and `digests` are in the order of the
+    groups."""
 
     number: int
     """Its place in the order of all lanes of the run, of which this rank may have some only."""
@@ -60,7 +61,7 @@ class Lane:
                 self.digests[index] = digest(fragment.anchor)
 
     def encode(self, index: int, turn: int, theta_i: Tensor | None = None) -> float:
-        """Put the outer gradient of a fragment into its vector; the norm of what is sent.
+        """Put the outer gradient of a fragment into its vector; returns the norm of what is sent.
 
         `theta_i`: a flat copy of the fragment's parameters, in place of the parameters.
         """
@@ -68,7 +69,8 @@ class Lane:
         return self._norms[index]
 
     def merge(self, index: int, mean: EncodedVector, mixing: float, turn: int, *, plain: bool = False) -> float:
-        """The outer step of a fragment with a round's mean; the mean's norm. Mixing 1 leaves the parameters alone.
+        """Take the outer step of a fragment with a round's mean; returns the mean's norm. Mixing 1 leaves the
+        parameters alone.
 
         `plain`: as RoundResult.plain. The memory that the round travelled in is given back.
         """
@@ -81,7 +83,7 @@ class Lane:
         return {f"{index}.anchor": f.anchor for index, f in enumerate(self.fragments) if f is not None}
 
     def outer_tensors(self) -> dict[str, Tensor]:
-        """Anchors and outer momentum."""
+        """Return anchors and outer momentum by name."""
         tensors = self.anchors()
         for index, fragment in enumerate(self.fragments):
             if fragment is not None:
@@ -92,14 +94,14 @@ class Lane:
         return {f"start.{name}": tensor.detach() for name, tensor in self.start.items()}
 
     def state_bytes(self) -> int:
-        """The most that `copies` take as a file: some kilobytes for names and shapes are in it."""
+        """Return the most bytes that `copies` take as a file: some kilobytes for names and shapes are in it."""
         tensors = [*self.start.values()]
         for fragment in filter(None, self.fragments):
             tensors += [fragment.anchor, *fragment.state.values()]
         return (1 << 20) + sum(tensor.numel() * max(4, tensor.element_size()) + 512 for tensor in tensors)
 
     def copies(self) -> dict[str, Tensor]:
-        """Copies on the CPU of all that a joiner needs."""
+        """Copy to the CPU all that a joiner needs."""
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.start_tensors().items()}
         for index, fragment in enumerate(self.fragments):
             if fragment is not None:
@@ -108,7 +110,7 @@ class Lane:
         return tensors
 
     def tensor_pieces(self, index: int, prefix: str, flat: Tensor) -> dict[str, TensorPieces]:
-        """A flat buffer of a fragment, by parameter: whole rows of each, or all of it."""
+        """Cut a flat buffer of a fragment by parameter: whole rows of each, or all of it."""
         fragment = self.fragments[index]
         if fragment is None:
             return {}
@@ -150,7 +152,9 @@ def lay_sending(
 
 
 def _fragment_sending(place: LaneFragment, sync: SyncConfig, methods: Sequence[Method]) -> FragmentSending:
-    """A worker that is always alone sends nothing if nothing is changed on the way: its mean is its outer gradient."""
+    """Choose how a fragment is sent. A worker that is always alone sends nothing, unless something changes it on the
+    way:
+    the mean is its own outer gradient."""
     how = codec("fp16" if place.group.buffers and sync.codec in _FEW_BITS else sync.codec)
     gradient = next(filter(None, (method.gradient(place) for method in methods)), None)
     encoder = next(filter(None, (method.encoder(place) for method in methods)), None)
@@ -181,21 +185,22 @@ class Replica(ABC):
 
     @abstractmethod
     def check_unchanged(self, inner_parameters: Iterable[Tensor]) -> None:
-        """The model still has the trainable parameters that it had when DiLoCo was built, in the same memory."""
+        """Refuse a model whose trainable parameters, or their memory, are not those that it had when DiLoCo was
+        built."""
 
     @abstractmethod
     def encode(self, index: int, turn: int, report: Report, *, dropped: bool = False) -> tuple[float, Report]:
-        """The outer gradient of a fragment into what travels, unless it is dropped: its norm, the worker's report."""
+        """Encode the outer gradient of a fragment, unless it is dropped; returns its norm and the worker's report."""
 
     @abstractmethod
     def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingWorkerRound:
-        """One contribution for each lane; returns at once."""
+        """Give the engines one contribution for each lane; returns at once."""
 
     @abstractmethod
     def merge(
         self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int, *, plain: bool = False
     ) -> float:
-        """The outer step of a fragment; the norm of the mean outer gradient."""
+        """Take the outer step of a fragment; returns the norm of the mean outer gradient."""
 
     def are_finite(self, index: int, means: Sequence[EncodedVector]) -> bool:
         """Whether all values of a fragment's mean are finite."""
@@ -207,7 +212,8 @@ class Replica(ABC):
 
     @abstractmethod
     def changed(self, index: int | None = None) -> None:
-        """Parameters of one fragment, or of all, were written: what FSDP2 has gathered of them is out of date."""
+        """Called when parameters of one fragment, or of all, were written: what FSDP2 has gathered of them is out of
+        date."""
 
     def update_digests(self) -> None:  # noqa: B027 - of one lane, they are the worker's
         """Make the worker's digests of those of its lanes."""
@@ -217,7 +223,7 @@ class Replica(ABC):
 
     @abstractmethod
     def fetch_states(self) -> list[GlobalState] | None:
-        """The others' state for each lane, if this worker must take it over."""
+        """Return the others' state for each lane, if this worker must take it over."""
 
 
 class OneRankReplica(Replica):
@@ -290,7 +296,7 @@ class _LaneRound:
 
 
 def refuse_new_parameters(tensors: ModelTensors, inner_parameters: Iterable[Tensor]) -> None:
-    """A parameter that is unfrozen or added after DiLoCo was built would train without being averaged."""
+    """Refuse a parameter that was unfrozen or added after DiLoCo was built: it would train without being averaged."""
     known = tensors.averaged_ids
     added = [tuple(p.shape) for p in inner_parameters if p.requires_grad and id(p) not in known]
     for name, tensor in tensors.equal_at_start.items():

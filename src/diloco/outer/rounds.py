@@ -22,7 +22,8 @@ class PendingWorkerRound(Protocol):
         """The norm of this worker's outer gradient; ask for it once `wait` has ended."""
 
     def wait(self) -> RoundResult:
-        """The whole worker's result; raises RoundFailed if this round gave none, EngineError if no later one can."""
+        """Return the whole worker's result; raises RoundFailed if this round gave none, EngineError if no later one
+        can."""
 
 
 @dataclass
@@ -72,7 +73,7 @@ def settle(posted: RoundInFlight) -> RoundInFlight:
 
 
 def end_of(posted: RoundInFlight) -> RoundResult | RoundFailed:
-    """How a settled round has ended."""
+    """Return how a settled round has ended."""
     assert isinstance(posted.pending, Settled)
     return posted.pending.ended
 
@@ -102,7 +103,8 @@ class RoundEvent:
     """This worker's outer gradient was dropped on purpose."""
 
     def phase_seconds(self) -> dict[str, Any]:
-        """This worker's seconds of each phase, the engine's included; None if it was not measured or did not happen."""
+        """Return this worker's seconds of each phase, the engine's included; None if it was not measured or did not
+        happen."""
         phases = RoundPhases() if self.result is None else self.result.phases
         return {
             "encode_seconds": self.encode_seconds,
@@ -118,7 +120,7 @@ class RoundEvent:
         return None if self.result is None else self.result.seconds
 
     def cosines(self) -> list[tuple[int, int, float]]:
-        """(worker, worker, cosine of their outer gradients) of every pair of contributors."""
+        """Return (worker, worker, cosine of their outer gradients) of every pair of contributors."""
         return [] if self.result is None else cosines(self.result.contributors, self.result.comparison.products)
 
     @property
@@ -129,7 +131,7 @@ class RoundEvent:
 
 
 def mean_cosine(contributors: Sequence[int], products: Sequence[float]) -> float | None:
-    """Between the outer gradients of every pair of contributors, from their inner products; None without a pair."""
+    """Return the mean cosine between the outer gradients of every pair of contributors; None without a pair."""
     pairs = cosines(contributors, products)
     return fmean(cosine for _, _, cosine in pairs) if pairs else None
 

@@ -44,14 +44,16 @@ class Sending(ABC):
 
     @abstractmethod
     def encode(self, turn: int, theta_i: Tensor | None) -> tuple[float, float | None]:
-        """Fill the vector: the norm of what is sent, and the codec's relative error ‖sent − Δ‖ / ‖Δ‖ if it has one.
+        """Fill the vector; returns the norm of what is sent, and the codec's relative error ‖sent − Δ‖ / ‖Δ‖ if it has
+        one.
 
         `theta_i`: a flat copy of the fragment's parameters, in place of the parameters.
         """
 
     @abstractmethod
     def merge(self, mean: EncodedVector, mixing: float, turn: int, *, plain: bool) -> tuple[str, float | None]:
-        """Take a round's mean: the digest of the new anchor, and the norm of the mean; None: it is this worker's own.
+        """Take a round's mean; returns the digest of the new anchor, and the norm of the mean; None: it is this
+        worker's own.
 
         `mixing`: the share of its own parameters that the worker keeps. `plain`: as RoundResult.plain.
         """
@@ -74,7 +76,8 @@ class Group:
 
     @property
     def auxiliary(self) -> bool:
-        """Averaged beside the parameters: its rounds are no outer steps, and no rounds to the user."""
+        """Whether the group is averaged beside the parameters: its rounds are no outer steps, and no rounds to the
+        user."""
         return self.buffers or self.sending is not None
 
 
@@ -100,7 +103,7 @@ def lay_groups(
 def cut_fragments(
     groups: Sequence[Group], members: Sequence[Sequence[tuple[str, Tensor]]], sync: SyncConfig
 ) -> list[Fragment | None]:
-    """A fragment for each group, of its (label, tensor) pairs; None where there are none."""
+    """Build a fragment for each group, of its (label, tensor) pairs; None where there are none."""
     fragments: list[Fragment | None] = [None] * len(groups)
     for outer in {group.outer: None for group in groups}:
         mine = [i for i, group in enumerate(groups) if group.outer == outer and members[i]]
@@ -143,7 +146,8 @@ class FragmentSending(Sending):
         self._encoder = encoder
 
     def encode(self, turn: int, theta_i: Tensor | None) -> tuple[float, float | None]:
-        """The norm is that of what is sent. The error is measured on some spans; None: the codec is lossless."""
+        """Encode the outer gradient span by span. The error is measured on some of them; None: the codec is
+        lossless."""
         fragment = self._fragment
         vector = self.vector
         fragment.check_memory()
@@ -173,7 +177,7 @@ class FragmentSending(Sending):
 
     @torch.no_grad()
     def merge(self, mean: EncodedVector, mixing: float, turn: int, *, plain: bool) -> tuple[str, float | None]:
-        """The outer step. A mean without bytes is that of a worker alone, whose outer gradient is its own.
+        """Take the outer step. A mean without bytes is that of a worker alone, whose outer gradient is its own.
 
         `plain`: θ ← θ − Δ, and the outer optimizer's state stays as it is. At the end of a run, where Δ is what some
         workers have left and others have nothing, momentum would add a whole step without work.
@@ -196,7 +200,7 @@ class FragmentSending(Sending):
         return taken.hexdigest(), decoded.norm()
 
     def next_anchor(self, mean: EncodedVector, turn: int, out: Tensor) -> tuple[str, float]:
-        """Compute into `out` what `merge` will make of the anchor: its digest, and the norm of the mean."""
+        """Compute into `out` what `merge` will make of the anchor; returns its digest, and the norm of the mean."""
         taken = Digest(self._fragment.device)
         decoded = _DecodedMean(mean, self._fragment.device)
         self._fragment.next_anchor(self._fragment.outer_opt.at(turn), decoded, out, taken)
@@ -228,7 +232,7 @@ def take_step(
     mixing: float = 0.0,
     digest: Digest | None = None,
 ) -> None:
-    """`outer_step`; in kernels, if the fragment has them and they know the outer optimizer."""
+    """Take `outer_step`; in kernels, if the fragment has them and they know the outer optimizer."""
     kernels = fragment.kernels
     if kernels is None or not kernels.know(outer_opt):
         outer_step(fragment, outer_opt, mean_outer_gradient, mixing, digest)
@@ -241,7 +245,8 @@ def take_step(
 
 
 def kernels_in_one_pass(fragment: Fragment, vector: EncodedVector) -> "Kernels | None":
-    """The kernels that take a round of this fragment and vector in one pass; None on a CPU (gradient_kernels.py)."""
+    """Return the kernels that take a round of this fragment and vector in one pass; None on a CPU
+    (gradient_kernels.py)."""
     if fragment.device.type != "cuda" or fragment.kernels is None or not vector.num_bytes:
         return None
     from diloco.codecs.gradient_kernels import kernels_for
@@ -250,11 +255,11 @@ def kernels_in_one_pass(fragment: Fragment, vector: EncodedVector) -> "Kernels |
 
 
 def _relative(squares: Sequence[Tensor]) -> float | None:
-    """The error of some values, from (squared error, squared norm) of each."""
+    """Return the relative error of some values, from (squared error, squared norm) of each."""
     error, whole = torch.stack(list(squares)).double().sum(0).tolist() if squares else (0.0, 0.0)
     return math.sqrt(error / whole) if whole > 0 and math.isfinite(error / whole) else None
 
 
 def _total(norms: Sequence[Tensor]) -> float:
-    """Asked for once: on a GPU every question waits for all that was begun before it."""
+    """Return the norm of the whole. All at once: on a GPU every such question waits for what was begun before it."""
     return float(torch.linalg.vector_norm(torch.stack(list(norms)).double())) if norms else 0.0

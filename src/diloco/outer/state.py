@@ -30,7 +30,7 @@ from diloco.outer.tensors import Numbers, TensorPieces
 
 
 class OuterState:
-    """Counters, and the anchors and outer momentum that go with them."""
+    """One worker's position, counters, and the anchors and outer momentum that go with them."""
 
     def __init__(self, replica: Replica, methods: Sequence[Method] = ()) -> None:
         self._replica = replica
@@ -62,7 +62,7 @@ class OuterState:
         return [fragment for index in range(self.num_fragments) for _, fragment in self.fragments_of(index)]
 
     def fragments_of(self, index: int) -> list[tuple[Lane, Fragment]]:
-        """The parts that this rank has of one fragment, by lane. Only for the trainer's thread."""
+        """Return the parts that this rank has of one fragment, by lane. Only for the trainer's thread."""
         self._replica.finish_posts()
         by_lane = [(lane, lane.fragments[index]) for lane in self._replica.lanes]
         return [(lane, fragment) for lane, fragment in by_lane if fragment is not None]
@@ -86,19 +86,20 @@ class OuterState:
         return self.steps_taken - min(merged_at)
 
     def jump_to(self, position: int) -> None:
-        """Forward only; the steps between count as no work of this worker's."""
+        """Move forward to a position; the steps between count as no work of this worker's."""
         ahead = max(0, position - self.inner_steps)
         self.inner_steps += ahead
         self.jumped += ahead
 
     def jump_back_to(self, end: int) -> None:
-        """A jump led past the end of the run: take as much of it back."""
+        """Take back as much of a jump as led past the end of the run."""
         past = min(self.jumped, max(0, self.inner_steps - end))
         self.inner_steps -= past
         self.jumped -= past
 
     def merged(self, key: RoundKey, steps_taken: int) -> None:
-        """A round, posted after `steps_taken` inner steps, has moved its fragment's anchor; call it with the lock."""
+        """Count a round, posted after `steps_taken` inner steps, that has moved its fragment's anchor. Call it with
+        the lock."""
         index = key.fragment
         self.unmerged = key.sequence + 1
         self.merged_rounds[index] += 1
@@ -118,11 +119,11 @@ class OuterState:
         return numbers
 
     def served_numbers(self) -> dict[str, int]:
-        """`sequence` is the first round that is not in the anchors."""
+        """Return the numbers for a joiner: `sequence` is the first round that is not in the anchors."""
         return self.numbers() | {"sequence": self.unmerged}
 
     def take_over_fragment(self, index: int, states: Sequence[GlobalState]) -> None:
-        """The others' anchor and momentum of one fragment; the parameters stay this worker's own."""
+        """Take the others' anchor and momentum of one fragment; the parameters stay this worker's own."""
         with self.lock, self.moving_anchors([index]):
             for lane, state in zip(self._replica.lanes, states, strict=True):
                 mine = {name: tensor for name, tensor in lane.outer_tensors().items() if name.startswith(f"{index}.")}
@@ -131,7 +132,7 @@ class OuterState:
         self._replica.update_digests()
 
     def moving_anchors(self, indices: Iterable[int]) -> ExitStack:
-        """Inside, the others' anchors of these fragments come in place of this worker's."""
+        """Entered while the others' anchors of these fragments come in place of this worker's."""
         inside = ExitStack()
         for method in self._methods:
             inside.enter_context(method.moving_anchors(indices))
@@ -152,7 +153,7 @@ class OuterState:
             fragment.rounds = rounds
 
     def adopt_anchors(self) -> None:
-        """θ_i ← anchor, everywhere."""
+        """θ_i ← anchor, in all fragments."""
         for index in range(self.num_fragments):
             for _, fragment in self.fragments_of(index):
                 fragment.adopt_anchor()
@@ -175,7 +176,7 @@ class OuterState:
                     self.merged_at[index] = self.steps_taken
 
     def start_from_anchor(self) -> None:
-        """The parameters are the anchors, and carry no work of this worker's."""
+        """θ_i ← anchor, in all fragments, whose parameters then carry no work of this worker's."""
         for index in range(self.num_fragments):
             self.drop_work(index)
         self._replica.changed()
@@ -192,7 +193,7 @@ class OuterState:
     # What is saved: by parameter, so that it depends neither on flat buffers nor on ranks
 
     def saved_tensors(self, taken: Mapping[int, Means] | None = None) -> dict[str, TensorPieces]:
-        """Views of anchors, outer momentum and what methods keep; after writing into them call `loaded`.
+        """View anchors, outer momentum and what methods keep; after writing into them call `loaded`.
 
         `taken`: the means in flight that have this worker's contribution in them, by fragment.
         """
@@ -209,7 +210,7 @@ class OuterState:
         return saved
 
     def tensor_pieces(self, index: int, prefix: str, flats: Sequence[Tensor]) -> dict[str, TensorPieces]:
-        """Flat buffers of what this rank has of a fragment (`fragments_of`), by parameter."""
+        """Cut flat buffers of what this rank has of a fragment (`fragments_of`) by parameter."""
         pieces_by_name: dict[str, TensorPieces] = {}
         for (lane, _), flat in zip(self.fragments_of(index), flats, strict=True):
             for name, more in lane.tensor_pieces(index, prefix, flat).items():
@@ -228,7 +229,7 @@ class OuterState:
             )
 
     def loaded(self, numbers: Numbers) -> None:
-        """The memory of `saved_tensors` has been filled; the model's parameters are the caller's to load."""
+        """Called when the memory of `saved_tensors` was filled; the model's parameters are the caller's to load."""
         with self.lock:
             for lane in self._replica.lanes:
                 lane.take_digests()
@@ -259,7 +260,7 @@ class AnchorEvaluation:
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
-        """Parameters and anchors change places; refused inside itself. Live anchors are not served meanwhile."""
+        """Let parameters and anchors change places; refused inside itself. Live anchors are not served meanwhile."""
         self.refuse_training()
         started = time.monotonic()
         lock = self._state.lock
@@ -290,7 +291,7 @@ class AnchorEvaluation:
 
 
 def saved_rounds(rounds: Sequence[RoundInFlight], state: OuterState) -> tuple[dict[str, TensorPieces], list[Numbers]]:
-    """Settled rounds as tensors and numbers."""
+    """Write settled rounds as tensors and numbers."""
     tensors: dict[str, TensorPieces] = {}
     numbers = [_to_numbers(posted) for posted in rounds]
     for posted, saved in zip(rounds, numbers, strict=True):
@@ -300,7 +301,8 @@ def saved_rounds(rounds: Sequence[RoundInFlight], state: OuterState) -> tuple[di
 
 
 def means_taken(rounds: Sequence[RoundInFlight], worker: int) -> dict[int, Sequence[EncodedVector] | None]:
-    """The means in flight that have this worker's contribution in them, by fragment; None where there is none."""
+    """Return the means in flight that have this worker's contribution in them, by fragment; None where there is
+    none."""
     ended = [(posted.key.fragment, end_of(posted)) for posted in rounds]
     return {index: end.means_with(worker) for index, end in ended if isinstance(end, RoundResult)}
 
@@ -308,7 +310,7 @@ def means_taken(rounds: Sequence[RoundInFlight], worker: int) -> dict[int, Seque
 def restored_rounds(
     numbers: Sequence[Numbers], state: OuterState
 ) -> tuple[dict[str, TensorPieces], Callable[[], list[RoundInFlight]]]:
-    """The memory to load the rounds' means into, and what then gives the rounds."""
+    """Return the memory to load the rounds' means into, and a function that then gives the rounds."""
     tensors: dict[str, TensorPieces] = {}
     means: list[list[Tensor]] = []
     for saved in numbers:
@@ -333,7 +335,7 @@ def _has_mean(numbers: Mapping[str, Any]) -> bool:
 
 @torch.no_grad()
 def _decoded_means(posted: RoundInFlight, state: OuterState) -> list[Tensor]:
-    """The means of a settled round in fp32, flat, for what this rank has of the fragment."""
+    """Decode the means of a settled round to fp32, flat, for what this rank has of the fragment."""
     by_lane = dict(zip((lane.number for lane in state.lanes), posted.pending.wait().means, strict=True))
     decoded = []
     for lane, fragment in state.fragments_of(posted.key.fragment):
@@ -345,7 +347,7 @@ def _decoded_means(posted: RoundInFlight, state: OuterState) -> list[Tensor]:
 
 
 def _to_numbers(posted: RoundInFlight) -> Numbers:
-    """All of a settled round but its mean."""
+    """Return all of a settled round but its mean."""
     numbers: Numbers = {name: getattr(posted, name) for name in ("at_step", "norm", "dropped")}
     numbers["work"] = posted.steps_taken
     numbers["key"] = asdict(posted.key)
@@ -357,7 +359,8 @@ def _to_numbers(posted: RoundInFlight) -> Numbers:
 
 
 def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequence[Tensor]) -> RoundInFlight:
-    """The round again, settled; `loaded` is what its means decoded to. A worker that stopped then does not stop now."""
+    """Read a settled round back; `loaded` is what its means decoded to. A worker that stopped then does not stop
+    now."""
     key = RoundKey(**numbers["key"])
     if numbers["result"] is None:
         ended: RoundResult | RoundFailed = RoundFailed(numbers["failure"], resync=numbers["resync"])
@@ -368,7 +371,7 @@ def _from_numbers(numbers: Mapping[str, Any], state: OuterState, loaded: Sequenc
 
 
 def _encoded_means(state: OuterState, index: int, loaded: Sequence[Tensor]) -> list[EncodedVector]:
-    """One for each lane; empty where this rank has nothing of the fragment, or there was no mean."""
+    """Encode a mean for each lane; it is empty where this rank has nothing of the fragment, or there was no mean."""
     rest = list(loaded)
     means = []
     for fragment in (lane.fragments[index] for lane in state.lanes):

@@ -107,7 +107,7 @@ def model_tensors(model: nn.Module, inner: torch.optim.Optimizer, *, send_frozen
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing put into it."""
+    """Return a parameter's name without what torch.compile and activation checkpointing put into it."""
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
         name = name.replace(wrapper, "")
     return name
@@ -136,7 +136,7 @@ class LocalTensor:
     """Every rank of the worker has all of it."""
 
     def view(self, piece: Piece, rank: int) -> Tensor:
-        """A piece of this rank's rows, as one dimension of the same memory."""
+        """View a piece of this rank's rows as one dimension of the same memory."""
         assert self.bounds[rank] <= piece.start <= piece.stop <= self.bounds[rank + 1]
         offset = 0 if self.copied else self.bounds[rank]
         view = self.flat()[piece.start - offset : piece.stop - offset]
@@ -151,7 +151,7 @@ class LocalTensor:
         return self.local.detach().view(-1)
 
     def check_in_place(self) -> None:
-        """Views stay with the memory they were made of."""
+        """Refuse a tensor whose memory was replaced: views stay with the memory that they were made of."""
         now = _local(self.tensor)
         if now.data_ptr() != self.local.data_ptr() or now.shape != self.local.shape:
             raise ConfigError(
@@ -161,7 +161,7 @@ class LocalTensor:
 
 
 def local_tensors(tensors: Mapping[str, Tensor], ranks: WorkerRanks) -> dict[str, LocalTensor]:
-    """Every tensor as this rank holds it."""
+    """Find every tensor as this rank holds it."""
     return {name: _local_tensor(name, tensor, ranks) for name, tensor in tensors.items()}
 
 
@@ -194,7 +194,7 @@ def _local_tensor(name: str, tensor: Tensor, ranks: WorkerRanks) -> LocalTensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's memory of a DTensor; any other tensor itself."""
+    """Return this rank's memory of a DTensor; any other tensor itself."""
     module = sys.modules.get("torch.distributed.tensor")  # slow to import, and a DTensor has imported it
     if module is None or not isinstance(tensor, module.DTensor):
         return tensor
@@ -222,7 +222,7 @@ def _is_sharded(name: str, tensor: Any, ranks: WorkerRanks) -> bool:
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """`tensor` holds the elements of the whole one from `offsets` on."""
+    """A part of a tensor: `tensor` holds the elements of the whole one from `offsets` on."""
 
     offsets: tuple[int, ...]
     tensor: Tensor
@@ -240,7 +240,7 @@ class TensorPieces:
 
 
 def pieces_of(tensor: Tensor) -> TensorPieces:
-    """All of an ordinary tensor, or this rank's shard of a DTensor."""
+    """Return all of an ordinary tensor, or this rank's shard of a DTensor."""
     shape = tuple(tensor.shape)
     module = sys.modules.get("torch.distributed.tensor")  # slow to import, and a DTensor has imported it
     if module is None or not isinstance(tensor, module.DTensor):
@@ -252,7 +252,7 @@ def pieces_of(tensor: Tensor) -> TensorPieces:
 
 
 def as_tensors(held: Mapping[str, TensorPieces]) -> dict[str, Tensor]:
-    """Copies by name, for a state dict; a piece that is not all of its tensor has its place in the name."""
+    """Copy all pieces by name, for a state dict; a piece that is not all of its tensor has its place in the name."""
     return {
         _piece_name(name, whole, piece): piece.tensor.detach().clone()
         for name, whole in held.items()
@@ -262,7 +262,7 @@ def as_tensors(held: Mapping[str, TensorPieces]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def copy_into(held: Mapping[str, TensorPieces], saved: Mapping[str, Tensor]) -> None:
-    """The reverse of `as_tensors`; names and shapes must be the same."""
+    """Copy what `as_tensors` gave back into place; names and shapes must be the same."""
     pieces = {_piece_name(name, whole, piece): piece.tensor for name, whole in held.items() for piece in whole.pieces}
     mine, theirs = ({name: tuple(t.shape) for name, t in side.items()} for side in (pieces, saved))
     if mine != theirs:
