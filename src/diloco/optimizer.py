@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 
 def _wrapped_for_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """torch wraps an optimizer's step for hooks and the profiler. Here only where there are any: it takes longer than
-    all else in a step without a round."""
+    """Wrap a step for hooks and the profiler, as torch does with every optimizer, but only where there are any: the
+    wrapper takes longer than all else in a step without a round."""
     wrapped = torch.optim.Optimizer.profile_hook_step(step)
 
     @wraps(step)
@@ -170,12 +170,12 @@ class DiLoCo(torch.optim.Optimizer):
 
     @property
     def stopping(self) -> bool:
-        """A worker called `finish(early=True)`: leave the loop and call `finish()`."""
+        """Whether a worker called `finish(early=True)`: leave the loop and call `finish()`."""
         return self.loop.stopping or (self.warm_start is not None and self.warm_start.stopping)
 
     @property
     def others_done(self) -> bool:
-        """Another worker has taken all its steps, and waits in `finish()` for the others' rounds.
+        """Whether another worker has taken all its steps, and waits in `finish()` for the others' rounds.
 
         Leave the loop and call `finish()` to end with it, or go on: both are right.
         """
@@ -183,7 +183,7 @@ class DiLoCo(torch.optim.Optimizer):
 
     @property
     def on_round(self) -> Callable[[RoundEvent], None] | None:
-        """Set it to a function, and it is called after every round, with or without a mean, in this thread.
+        """The function that is called after every round, with or without a mean, in this thread.
 
         A round of the model's buffers, which travel with the last fragment, is part of that fragment's round.
         """
@@ -220,7 +220,7 @@ class DiLoCo(torch.optim.Optimizer):
         return loss
 
     def inner_step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of the inner optimizer. A step that GradScaler found infinite is skipped and counted."""
+        """Take one step of the inner optimizer. A step that GradScaler found infinite is skipped and counted."""
         self.loop.refuse_while_evaluating()
         if self._first_check is not None:  # a framework may have wrapped the model since
             self._first_check()
@@ -239,7 +239,7 @@ class DiLoCo(torch.optim.Optimizer):
         return loss
 
     def average_gradients(self, weight: float | None = None) -> None:
-        """During the warm start: every worker's gradients become their mean, before the loop clips them.
+        """Average all workers' gradients during the warm start, before the loop clips them.
 
         `step()` does it if the loop does not. After the warm start it does nothing: gradients are a worker's own.
         `weight`: of this worker's gradients in the mean (default: of its contributions).
@@ -248,7 +248,8 @@ class DiLoCo(torch.optim.Optimizer):
             self.warm_start.average(weight=weight)
 
     def _shared_step(self, has_mean: bool) -> None:
-        """A step of the warm start, with the mean of all gradients: all workers take it alike, or none of them does."""
+        """Take a step of the warm start with the mean of all gradients: all workers take it alike, or none of them
+        does."""
         if has_mean:
             self.inner.step()
         else:
@@ -314,11 +315,12 @@ class DiLoCo(torch.optim.Optimizer):
             warn_of_few_rounds(self.loop.inner_steps - self.loop.sync.warm_start, self.loop)
 
     def outer_parameters(self) -> AbstractContextManager[None]:
-        """Within this context the model has the anchor's parameters, to evaluate; afterwards its own again."""
+        """Put the anchor's parameters into the model within this context, to evaluate; afterwards it has its own
+        again."""
         return self.loop.outer_parameters()
 
     def anchor_digest(self) -> str:
-        """Sixteen hexadecimal digits for all anchors together: equal on all workers after a round."""
+        """Return sixteen hexadecimal digits for all anchors together: equal on all workers after a round."""
         return self.loop.state.anchor_digest()
 
     # The optimizer that torch knows: groups and state are the inner optimizer's
@@ -348,7 +350,7 @@ class DiLoCo(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict, with one more entry, "diloco", for the outer loop.
+        """Return the inner optimizer's state dict with one more entry, "diloco", for the outer loop.
 
         Waits for rounds in flight, which stay unmerged: call it on every worker after the same round was posted.
         """
@@ -416,7 +418,7 @@ class UnfinishedSteps:
         self._finalizer = weakref.finalize(optimizer, self._warn)
 
     def silence(self) -> None:
-        """The caller sees to the end itself, or has no other worker."""
+        """Never warn: the caller sees to the end itself, or has no other worker."""
         self._finalizer.detach()
 
     def _warn(self) -> None:

@@ -35,7 +35,7 @@ class Codec(ABC):
 
     @abstractmethod
     def part_bytes(self, elements: int) -> int:
-        """The exact size of one encoded part; a multiple of 4, so that rows stay aligned."""
+        """Return the exact size of one encoded part; a multiple of 4, so that rows stay aligned."""
 
     @abstractmethod
     def encode(self, values: Tensor, out: Tensor) -> None:
@@ -47,9 +47,9 @@ class Codec(ABC):
 
     @abstractmethod
     def error_bound(self, values: Tensor) -> Tensor:
-        """An upper bound of |decode(encode(x)) − x| for finite `values` [rows, elements], element by element."""
+        """Bound |decode(encode(x)) − x| for finite `values` [rows, elements], element by element."""
 
     def error_norm(self, values: Tensor) -> Tensor:
-        """The norm of each row of `error_bound`, or little more; a codec may have a faster way to it."""
+        """Return the norm of each row of `error_bound`, or little more; a codec may have a faster way to it."""
         norms: Tensor = torch.linalg.vector_norm(self.error_bound(values).float(), dim=1)
         return norms

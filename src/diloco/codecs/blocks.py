@@ -23,7 +23,7 @@ assert PART_QUANTUM % (2 * INT8_BLOCK) == 0 and PART_QUANTUM % (2 * INT4_BLOCK) 
 
 
 def batches(values: Tensor) -> Iterator[slice]:
-    """Rows at a time: few on the CPU, all of them elsewhere."""
+    """Cut rows into batches: few at a time on the CPU, all of them elsewhere."""
     rows, elements = values.shape
     step = max(1, _BATCH_ELEMENTS // elements) if values.device.type == "cpu" else max(1, rows)
     for first in range(0, rows, step):
@@ -31,21 +31,21 @@ def batches(values: Tensor) -> Iterator[slice]:
 
 
 def divided(values: Tensor, by: float) -> Tensor:
-    """values / by, exactly rounded: by a plain number a GPU would multiply with its inverse."""
+    """Compute values / by, exactly rounded: by a plain number a GPU would multiply with its inverse."""
     return values / torch.full_like(values, by)
 
 
 def largest_of(blocks: Tensor) -> Tensor:
-    """max|block| of [..., size] as [..., 1]. Reading twice costs less than writing |x|."""
+    """Return max|block| of [..., size] as [..., 1]. Reading twice costs less than writing |x|."""
     return torch.maximum(blocks.amax(dim=-1, keepdim=True), blocks.amin(dim=-1, keepdim=True).neg_()).abs_()
 
 
 def whole_numbers(use: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scratch memory (encoded.scratch) of that shape, for integers of 1 or 2 bytes."""
+    """Return scratch memory (encoded.scratch) of the shape of `like`, for integers of 1 or 2 bytes."""
     block = scratch(use, (-(-like.numel() * dtype.itemsize // 4),), like.device)
     return block.view(dtype)[: like.numel()].view(like.shape)
 
 
 def scales_of(data: Tensor, code_bytes: int) -> Tensor:
-    """The scales of encoded parts [rows, part_bytes] as [rows, blocks] fp32, to read or to write."""
+    """View the scales of encoded parts [rows, part_bytes] as [rows, blocks] fp32, to read or to write."""
     return data[:, code_bytes:].view(torch.float32)

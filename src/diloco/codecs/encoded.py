@@ -19,7 +19,7 @@ from diloco.memory import LARGE_BYTES, mapped, return_free_memory
 
 
 class EncodedVector:
-    """`data` is [parts, part_bytes] uint8, contiguous."""
+    """All parts of a vector, encoded. `data` is [parts, part_bytes] uint8, contiguous."""
 
     def __init__(
         self, codec: Codec, layout: PartLayout, device: torch.device | str = "cpu", *, pinned: bool = False
@@ -38,7 +38,7 @@ class EncodedVector:
 
     @property
     def data(self) -> Tensor:
-        """New memory, of any content, at the first use and after `give_back`."""
+        """The encoded parts: new memory, of any content, at the first use and after `give_back`."""
         if self._data is None:
             if self.device.type == "cpu" and not self._pinned and self.num_bytes >= LARGE_BYTES:
                 return_free_memory()
@@ -52,7 +52,8 @@ class EncodedVector:
         self._data = data
 
     def give_back(self) -> None:
-        """The round is over: its bytes are lost, the mean's too. Pinned memory is slow to get, and stays."""
+        """Free the memory after a round: its bytes are lost, the mean's too. Pinned memory is slow to get, and
+        stays."""
         for vector in (self, self.mean):
             if not vector._pinned:
                 vector._data = None
@@ -78,7 +79,7 @@ class EncodedVector:
     def decode(
         self, first_part: int, num_parts: int, device: torch.device | None = None, *, padded: bool = False
     ) -> Tensor:
-        """The flat fp32 values of consecutive parts; `padded`: with the padding of the last one.
+        """Return the flat fp32 values of consecutive parts; `padded`: with the padding of the last one.
 
         They are on `device`, or where `data` is, and in scratch memory: use them before this thread's next call.
         """
@@ -89,7 +90,8 @@ class EncodedVector:
         return out.view(-1) if padded else out.view(-1)[: self.layout.numel - first_part * part]
 
     def squared_error(self, first_part: int, num_parts: int, values: Tensor) -> Tensor:
-        """The squared error of these parts against the flat fp32 `values` that were encoded, and their squared norm."""
+        """Return the squared error of these parts against the flat fp32 `values` that were encoded, and their squared
+        norm."""
         error = self.decode(first_part, num_parts, values.device).sub_(values)
         return torch.stack([torch.linalg.vector_norm(error), torch.linalg.vector_norm(values)]).square()
 
@@ -111,7 +113,8 @@ _BLOCK_ELEMENTS = span_elements(torch.device("cpu"))
 
 
 def scratch(use: str, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Contiguous fp32 of any content. This thread's next call for the same `use` may return the same memory.
+    """Return contiguous fp32 memory of any content. This thread's next call for the same `use` may return the same
+    memory.
 
     The allocator would return blocks of this size to the system and fault them in again, which costs more than the
     arithmetic done in them. Each thread has its own, because rounds are reduced beside training.

@@ -103,7 +103,7 @@ class Float16(Codec):
         return values.abs() * 2.0**-11 + values.abs().amax(dim=1, keepdim=True) * 2.0**-39 + 4 * _FP32_TINY
 
     def error_norm(self, values: Tensor) -> Tensor:
-        """Each value of a row is at most as large as its norm."""
+        """Return a bound that needs no maximum: each value of a row is at most as large as its norm."""
         norms = torch.linalg.vector_norm(values, dim=1)
         root = values.shape[1] ** 0.5
         bound: Tensor = norms * (2.0**-11 + root * 2.0**-39) + root * 4 * _FP32_TINY

@@ -38,7 +38,8 @@ _SIZES = {"fp16": 1024, "int8": INT8_BLOCK, "int4": INT4_BLOCK, "e3m0": INT4_BLO
 
 
 def kernels_for(fragment: Fragment, vector: EncodedVector) -> Kernels | None:
-    """The fragment's kernels, if its rounds can be taken in one pass with this vector: all of it is on one GPU."""
+    """Return the fragment's kernels if its rounds can be taken in one pass with this vector: all of it is on one
+    GPU."""
     if fragment.offload or vector.codec.name not in _CODES or vector.data.device != fragment.device:
         return None
     return None if fragment.layout.part_elements % (2 * _BLOCK) else fragment.kernels
@@ -46,7 +47,7 @@ def kernels_for(fragment: Fragment, vector: EncodedVector) -> Kernels | None:
 
 @triton.jit
 def _delta(table, firsts, block, at, anchor, numel, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """anchor − θ_i of a block of the fragment, zero past its end; θ_i of a block may be of several tensors."""
+    """Compute anchor − θ_i of a block of the fragment, zero past its end; θ_i of a block may be of several tensors."""
     theta_i = tl.zeros(at.shape, tl.float32)
     for number in range(tl.load(firsts + block), tl.load(firsts + block + 1)):
         theta, start, count = entry(table, number, ALIGNED)
@@ -76,7 +77,7 @@ def _encode_kernel(
     table, firsts, anchor, numel, largest, out, sums, elements, row_bytes, top, least_scale, top_scale,
     CODE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A program has a block of a part; with 4 bits also the one that is half a part further."""
+    """Encode anchor − θ_i. A program has a block of a part; with 4 bits also the one that is half a part further."""
     part = tl.program_id(0).to(tl.int64)
     own_block = tl.program_id(1)
     block = part * (elements // BLOCK) + own_block
@@ -121,7 +122,8 @@ def _encode_kernel(
 
 
 def encode_gradient(kernels: Kernels, fragment: Fragment, vector: EncodedVector) -> Tensor:
-    """Encode anchor − θ_i into `vector`; the squared error of that and the squared norm of the outer gradient."""
+    """Encode anchor − θ_i into `vector`; returns the squared error of that and the squared norm of the outer
+    gradient."""
     part = fragment.layout.part_elements
     out = vector.data
     name = vector.codec.name
@@ -152,7 +154,8 @@ def _take_step(
     KIND: tl.constexpr, MIX: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, ROW: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The outer step of a block along `d`: what it adds to the mean's squared norm and to the anchor's digest."""
+    """Take the outer step of a block along `d`; returns what it adds to the mean's squared norm and to the anchor's
+    digest."""
     place = block * BLOCK + at
     inside = place < numel
     a = anchor_after(anchor + place, momentum + place, d, inside, lr, mu, KIND)
@@ -174,7 +177,8 @@ def _step_kernel(
     CODE: tl.constexpr, KIND: tl.constexpr, MIX: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
     ROW: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Grid and blocks as in _encode_kernel; `columns` and `rows` as in core/digest.py."""
+    """Take the outer step with an encoded mean. Grid and blocks as in _encode_kernel; `columns` and `rows` as in
+    core/digest.py."""
     part = tl.program_id(0).to(tl.int64)
     own_block = tl.program_id(1)
     block = part * (elements // BLOCK) + own_block
@@ -217,7 +221,8 @@ def _step_kernel(
 def step_with_mean(
     kernels: Kernels, fragment: Fragment, encoded: EncodedVector, outer: OuterOptimizer, mixing: float, digest: Digest
 ) -> Tensor:
-    """The outer step along an encoded mean, and θ_i after it; the squared norm of the mean. `digest`: a new one."""
+    """Take the outer step along an encoded mean, which θ_i follows; returns the squared norm of the mean. `digest`: a
+    new one."""
     name = encoded.codec.name
     anchor = fragment.anchor
     data = encoded.data

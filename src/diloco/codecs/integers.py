@@ -75,7 +75,7 @@ class Int8(Codec):
         return norms
 
     def _block_bounds(self, values: Tensor) -> Tensor:
-        """[rows, blocks, 1]"""
+        """Bound the error of each block: [rows, blocks, 1]."""
         return largest_of(values.reshape(len(values), -1, INT8_BLOCK)) / 253 + 2.0**-141
 
 
@@ -132,5 +132,5 @@ class Int4(Codec):
         return norms
 
     def _block_bounds(self, values: Tensor) -> Tensor:
-        """[rows, blocks, 1]"""
+        """Bound the error of each block: [rows, blocks, 1]."""
         return largest_of(values.reshape(len(values), -1, INT4_BLOCK)) / 13.99 + SMALLEST_SCALE

@@ -21,7 +21,7 @@ EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 @triton.jit
 def round_to_even(x):
-    """For |x| < 2^22: adding 1.5 · 2^23 leaves no room for a fraction."""
+    """Round to the nearest whole number, |x| < 2^22: adding 1.5 · 2^23 leaves no room for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -30,7 +30,7 @@ def round_to_even(x):
 
 @triton.jit
 def fp16_shift(most):
-    """The power of two by which a part is scaled; `most` is its largest |value|."""
+    """Return the power of two by which a part is scaled; `most` is its largest |value|."""
     exponent = (most.to(tl.int32, bitcast=True) >> 23) - 126  # most < 2^exponent
     exponent = tl.where(most == 0.0, 0, exponent)
     return tl.minimum(tl.maximum(15 - exponent, -126), 126)
@@ -83,7 +83,7 @@ def _processors(device: int) -> int:
 
 
 def encode_scaled_fp16(values: Tensor, out: Tensor, top: float) -> None:
-    """values [rows, elements] fp32 to out [rows, 2 · elements + 4] uint8, both contiguous."""
+    """Encode values [rows, elements] fp32 into out [rows, 2 · elements + 4] uint8, both contiguous."""
     rows, elements = values.shape
     grid = (min(rows, _processors(values.device.index)),)
     _encode_fp16[grid](
@@ -101,7 +101,7 @@ def decode_scaled_fp16(data: Tensor, out: Tensor) -> None:
 
 @triton.jit
 def int8_code(x, top_scale):
-    """Codes, in fp32, and scales of blocks [blocks, size]."""
+    """Return codes, in fp32, and scales of blocks [blocks, size]."""
     scale = tl.minimum(tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0), top_scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
     return round_to_even(tl.minimum(tl.maximum(tl.div_rn(x, divisor[:, None]), -127.0), 127.0)), scale
@@ -156,7 +156,7 @@ def _grid(rows: int, elements: int) -> tuple[int, int]:
 
 @triton.jit
 def int4_code(x, least_scale, top_scale):
-    """Codes and scales of blocks [blocks, size]."""
+    """Return codes and scales of blocks [blocks, size]."""
     scale = tl.minimum(tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=1), 7.0), least_scale), top_scale)
     code = round_to_even(tl.minimum(tl.maximum(tl.div_rn(x, scale[:, None]), -7.0), 7.0))
     return code.to(tl.int32), scale

@@ -25,7 +25,7 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def codec(name: str) -> Codec:
-    """A new codec of that name."""
+    """Build the codec of that name."""
     if name not in CODECS:
         raise ConfigError(f"codec '{name}' is unknown: choose one of {', '.join(CODECS)}")
     return CODECS[name]()

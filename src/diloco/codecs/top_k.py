@@ -41,7 +41,8 @@ class _Sparse(Codec):
         return self._count(size) * (12 + self.value_bits) // 8 + 8
 
     def _split(self, values: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Chunks of the same size at a time: values [rows, chunks, size] and their bytes [rows, chunks, …]."""
+        """Go through chunks of the same size at a time: values [rows, chunks, size] and their bytes [rows, chunks,
+        …]."""
         first = 0
         first_byte = 0
         for size, count in _chunks(values.shape[1]):
@@ -73,11 +74,11 @@ class _Sparse(Codec):
 
     @abstractmethod
     def _quantise(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """[chunks, count] as codes, uint8, and two numbers [chunks, 2] fp32."""
+        """Quantise values [chunks, count] to codes, uint8, and two numbers [chunks, 2] fp32."""
 
     @abstractmethod
     def _restore(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The values of such codes."""
+        """Return the values of such codes."""
 
     def error_bound(self, values: Tensor) -> Tensor:
         bounds = []
@@ -144,13 +145,13 @@ class TopKMean(_Sparse):
 
 
 def _chunks(elements: int) -> list[tuple[int, int]]:
-    """(size, how many) of a part's chunks, in order; the shorter last one is by itself."""
+    """Return (size, how many) of a part's chunks, in order; the shorter last one is by itself."""
     whole, rest = divmod(elements, CHUNK)
     return [(size, count) for size, count in ((CHUNK, whole), (rest, 1)) if size * count]
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """The indices of the largest |values| [rows, elements] of each row as [rows, count], ascending."""
+    """Find the indices of the largest |values| [rows, elements] of each row as [rows, count], ascending."""
     sizes = values.abs()
     top, indices = torch.topk(sizes, count, dim=1, sorted=True)
     indices = indices.sort(dim=1).values
@@ -166,12 +167,12 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def _first_true(chosen: Tensor, count: int) -> Tensor:
-    """The indices of the first `count` true elements of each row; other ones where there are fewer (NaN only)."""
+    """Find the indices of the first `count` true elements of each row; other ones where there are fewer (NaN only)."""
     return torch.sort(~chosen, dim=1, stable=True).indices[:, :count].sort(dim=1).values
 
 
 def _mean(sizes: Tensor, chosen: Tensor) -> Tensor:
-    """The mean of the chosen sizes of each row as [rows, 1], the same bits everywhere; 0 if none is chosen."""
+    """Return the mean of the chosen sizes of each row as [rows, 1], the same bits everywhere; 0 if none is chosen."""
     width = 64  # a power of two; rows of shorter chunks are filled up with zeros
     sizes, chosen = (torch.nn.functional.pad(values, (0, width - values.shape[1])) for values in (sizes, chosen))
     share = mean_of(chosen)
@@ -180,7 +181,7 @@ def _mean(sizes: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _ascending(places: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where the indices [rows, count] ascend, as `encode` writes them. An index that is not above all before
+    """Repair indices [rows, count] that do not ascend, as `encode` writes them. An index that is not above all before
     it counts for nothing, so that bytes of others have one meaning: of two values with one index any could win."""
     if not places.is_cuda and bool((places[:, 1:] > places[:, :-1]).all()):
         return places, values
@@ -192,7 +193,7 @@ def _ascending(places: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """[rows, count] codes of 2 or 4 bits as [rows, count · bits / 8]: byte j has code j, code j + n/2, …"""
+    """Pack [rows, count] codes of 2 or 4 bits as [rows, count · bits / 8]: byte j has code j, code j + n/2, …"""
     pieces = codes.chunk(8 // bits, dim=1)
     packed = pieces[0].clone()
     for number, piece in enumerate(pieces[1:], 1):
@@ -206,7 +207,7 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _pack_indices(indices: Tensor) -> Tensor:
-    """12 bits each: index j and index j + n/2 in three bytes, which are n/2 apart."""
+    """Pack indices, 12 bits each: index j and index j + n/2 in three bytes, which are n/2 apart."""
     first, second = indices.to(torch.int16).chunk(2, dim=1)
     middle = (first >> 8) | ((second & 15) << 4)
     return torch.cat([first & 255, middle, second >> 4], dim=1).to(torch.uint8)

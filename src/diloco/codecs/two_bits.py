@@ -73,7 +73,8 @@ class TwoBits(Codec):
 
 
 def mean_of(values: Tensor) -> Tensor:
-    """The mean of each row [rows, a power of two] as [rows, 1], summed in a fixed order: the same bits everywhere.
+    """Return the mean of each row [rows, a power of two] as [rows, 1], summed in a fixed order: the same bits
+    everywhere.
 
     The sum of two halves, of their halves, and so on. Divided first, so that the largest numbers do not overflow.
     """

@@ -29,8 +29,7 @@ OUTER_NUMBERS: dict[str, dict[str, float]] = {
 
 def check_outer_number(name: str, value: float, optimizer: str, option_name: str | None = None) -> None:
     """Refuse a number of an outer optimizer that is out of range. `option_name`: the option that it is given by, if
-    that
-    has another name than the number."""
+    that has another name than the number."""
     if name in ("lr", "epsilon"):
         valid, rule = 0 < value < math.inf, "finite and above 0"
     else:

@@ -34,7 +34,8 @@ _MOST_HEADERS, _MOST_REASON, _STEP_BYTES = 1 << 16, 1 << 20, 1 << 24
 
 
 class SocketLink(AnchorLink):
-    """`gather` is collective: what every worker says, in worker order."""
+    """A worker's connection to the anchor, and at worker 0 all others' to it. `gather` is collective: the bytes of
+    every worker, in worker order."""
 
     def __init__(self, worker: int, gather: Callable[[bytes], list[bytes]], timeout_seconds: float) -> None:
         self._worker = worker
@@ -98,7 +99,7 @@ class SocketLink(AnchorLink):
     # Worker 0
 
     def _listen(self) -> bytes:
-        """Start listening; the address and the token, as text."""
+        """Start listening; returns the address and the token, as text."""
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         local = host in ("127.0.0.1", "localhost", "::1")
         self._listener = socket.create_server(("127.0.0.1" if local else "", 0))
@@ -117,7 +118,7 @@ class SocketLink(AnchorLink):
             threading.Thread(target=self._serve, args=(connection, token), daemon=True).start()
 
     def _serve(self, connection: socket.socket, token: bytes) -> None:
-        """One worker's connection, until it ends."""
+        """Serve one worker's connection until it ends."""
         worker: int | None = None
         assert self._server is not None
         try:
@@ -141,7 +142,8 @@ class SocketLink(AnchorLink):
                 self._server.lose(worker)
 
     def _read_request(self, connection: socket.socket, worker: int) -> Request | None:
-        """The next request; None if the connection or this link has ended. Between two requests a worker trains."""
+        """Receive the next request; None if the connection or this link has ended. Between two requests a worker
+        trains."""
         connection.settimeout(_IDLE_SECONDS)
         while True:
             try:
@@ -178,7 +180,7 @@ def _send_reply(connection: socket.socket, server: AnchorServer, request: Reques
 
 
 def _read_reply(connection: socket.socket) -> Reply:
-    """Raises ConnectionError (an OSError), and EngineError with the server's reason."""
+    """Receive a reply. Raises ConnectionError (an OSError), and EngineError with the server's reason."""
     count, arrivals, length, size = _REPLY.unpack(_read(connection, _REPLY.size))
     if length > _MOST_REASON or (count > _MOST_HEADERS and count != _ERROR) or size % 4:
         raise ConnectionError(f"a reply of {count} headers, {length} bytes of a reason and {size} of an anchor")

@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Request:
-    """`payload`: an encoded outer gradient; empty where there is none."""
+    """What a worker asks of the anchor. `payload`: an encoded outer gradient; empty where there is none."""
 
     kind: Kind
     worker: int
@@ -115,7 +115,7 @@ class AnchorServer:
         return reason
 
     def _fault(self, header: Header, payload: Tensor) -> str:
-        """Why an outer gradient is not applied; empty if it is."""
+        """Say why an outer gradient is not applied; empty if it is."""
         if payload.numel() != self._vector.num_bytes:
             return f"it has {payload.numel()} bytes instead of {self._vector.num_bytes}"
         self._vector.data.copy_(payload.view(self._vector.shape))
@@ -136,7 +136,7 @@ class AnchorServer:
     # The end
 
     def _end(self, request: Request) -> None:
-        """Wait, with the lock, until all workers are as far, or lost."""
+        """Wait, with the lock, until all workers have come to the same point, or are lost."""
         ended = self._done if request.kind == "done" else self._confirmed
         ended.add(request.worker)
         if request.kind == "confirm":
@@ -157,7 +157,7 @@ class AnchorServer:
             return set(self._heard_at) - self._lost
 
     def lose(self, worker: int) -> None:
-        """Its connection has ended."""
+        """Called when a worker's connection has ended."""
         with self._changed:
             self._lost.add(worker)
             self._headers.pop(worker, None)
@@ -166,7 +166,7 @@ class AnchorServer:
     # Saving
 
     def save(self) -> int:
-        """Into the outer state of worker 0's fragment; the arrivals so far."""
+        """Save into the outer state of worker 0's fragment; returns the arrivals so far."""
         with self._changed:
             for name, buffer in (*self._state.items(), (SERVED_ANCHOR, self._anchor)):
                 self._fragment.state[name].copy_(buffer)
@@ -184,11 +184,11 @@ class AnchorLink(ABC):
 
     @abstractmethod
     def open(self, server: AnchorServer | None) -> None:
-        """Collective: worker 0 brings the server, the others None."""
+        """Open the way to the anchor. Collective: worker 0 brings the server, the others None."""
 
     @abstractmethod
     def ask(self, request: Request, seconds: float) -> Reply:
-        """The answer, within so many seconds; EngineError if the anchor is gone."""
+        """Ask the anchor, and wait `seconds` for the answer; EngineError if the anchor is gone."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -214,7 +214,7 @@ class LocalLink(AnchorLink):
         return self._place[0].handle(request)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class FixedEngine(Engine):
@@ -222,15 +222,15 @@ class FixedEngine(Engine):
 
     @abstractmethod
     def heard(self, members: tuple[Member, ...]) -> None:
-        """Take what was learnt of the workers: the next `members()`."""
+        """Take what was learnt of the workers, as the next `members()`."""
 
     @abstractmethod
     def anchor_link(self, timeout_seconds: float) -> AnchorLink:
-        """This worker's way to the anchor; not open yet."""
+        """Build this worker's way to the anchor; it is not open yet."""
 
 
 class AsynchronousEngine(Engine):
-    """`base` with another way to average."""
+    """The engine of an asynchronous worker: `base`, with another way to average."""
 
     def __init__(self, base: FixedEngine, link: AnchorLink) -> None:
         self.base = base
@@ -243,7 +243,7 @@ class AsynchronousEngine(Engine):
         self.server: AnchorServer | None = None
 
     def open(self, server: AnchorServer | None) -> None:
-        """Collective, after the optimizer is built. Worker 0 gives the server."""
+        """Open the way to the anchor after the optimizer is built. Collective: worker 0 gives the server."""
         self.server = server
         self._link.open(server)
 
@@ -272,7 +272,7 @@ class AsynchronousEngine(Engine):
         )
 
     def end(self, kind: Kind, key: RoundKey, contribution: Contribution, quiet_seconds: float) -> Tensor:
-        """Wait until every other worker is done, or lost; the anchor, which then stays as it is."""
+        """Wait until every other worker is done, or lost; returns the anchor, which then stays as it is."""
         none = torch.empty(0, dtype=torch.uint8)
         longest = 86_400.0
         return self._ask(kind, key, contribution, none, longest, quiet_seconds).anchor
@@ -304,7 +304,7 @@ class AsynchronousEngine(Engine):
 
 
 class _Arrival(PendingRound):
-    """The exchange takes place when it is waited for, which is at once."""
+    """An exchange with the anchor, which takes place when it is waited for: at once."""
 
     def __init__(self, exchange: Callable[[], RoundResult]) -> None:
         self._exchange = exchange

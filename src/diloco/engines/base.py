@@ -23,10 +23,10 @@ from diloco.engines.worker_ranks import ALONE, WorkerRanks
 class PendingRound(ABC):
     @abstractmethod
     def wait(self) -> RoundResult:
-        """The result; raises RoundFailed if this round gave none, EngineError if no later one can."""
+        """Return the result; raises RoundFailed if this round gave none, EngineError if no later one can."""
 
     def arrived_mean(self) -> EncodedVector | None:
-        """Waits for the mean in another thread, before `wait`, which ends the round; None: `wait` says what happened.
+        """Wait for the mean in another thread, before `wait`, which ends the round; None: `wait` says what happened.
 
         An engine that leaves it out is as good, but the outer step is then computed in the trainer's thread.
         """
@@ -34,7 +34,8 @@ class PendingRound(ABC):
 
 
 class Connection(ABC):
-    """This process is one of the `ranks` of worker `worker`, which is a number from 0 to `workers` − 1."""
+    """A process's connection to the other workers. It is one of the `ranks` of worker `worker`, which is a number from
+    0 to `workers` − 1."""
 
     worker: int
     workers: int
@@ -47,7 +48,8 @@ class Connection(ABC):
     closed: bool = False
 
     def wanted(self, sequence: int) -> bool:
-        """The others are in this round, or past it, and wait no longer: post it now, with the work there is.
+        """Whether the others are in this round, or past it, and wait no longer: it is posted now, with the work there
+        is.
 
         Asked by elastic workers after every inner step. A round that is over fails at once when it is posted.
         """
@@ -64,13 +66,13 @@ class Connection(ABC):
 
     @abstractmethod
     def lanes(self, owners: Sequence[tuple[int, ...]]) -> "list[Engine | None]":
-        """Collective: an engine for each lane; None where this process is not in it.
+        """Return an engine for each lane; None where this process is not in it. Collective.
 
         `owners`, the same list on all processes: for every lane, the rank of each worker that is in it."""
 
     @abstractmethod
     def members(self) -> tuple[Member, ...]:
-        """The workers as last heard of, this one included."""
+        """Return the workers as last heard of, this one included."""
 
     @abstractmethod
     def close(self) -> None:
@@ -105,7 +107,7 @@ class Engine(Connection):
 
     @abstractmethod
     def serve_state(self, provider: Callable[[], GlobalState]) -> None:
-        """`provider` gives this worker's view of the global state, for others to fetch.
+        """Let others fetch the global state as this worker has it; `provider` gives it.
 
         The latest one counts: an engine serves one optimizer at a time; two at once need an engine each. An elastic
         engine may call it in a thread of its own at any time and gets copies on the CPU, or RoundFailed (not now).
@@ -113,7 +115,7 @@ class Engine(Connection):
 
     @abstractmethod
     def fetch_state(self) -> GlobalState | None:
-        """The global state if this worker must take it over, None if it holds it already.
+        """Return the global state if this worker must take it over, None if it holds it already.
 
         An elastic engine gives the state after all rounds that the others have ended; it may be older than this
         worker's, if that went on alone. RoundFailed if there is none now: it is asked again at the next post.

@@ -15,7 +15,7 @@ def stay_behind_training() -> None:
 
 @contextmanager
 def threads_behind_training() -> Iterator[None]:
-    """Threads that the calling thread starts meanwhile stay behind training; it is itself as before at the end."""
+    """Let threads that the calling thread starts meanwhile stay behind training; it is itself as before at the end."""
     if not hasattr(os, "SCHED_BATCH") or not _has_usual_policy():
         yield
         return

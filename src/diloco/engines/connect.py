@@ -51,7 +51,7 @@ def connect(
     timeout_seconds: float = 600.0,
     start_seconds: float = 120.0,
 ) -> TorchDistributedEngine | RankedEngine:
-    """This process's place in a torch.distributed world: each rank is a worker, or several are one worker.
+    """Take this process's place in a torch.distributed world: each rank is a worker, or several are one worker.
 
     Uses the world that is already there, or joins the one that torchrun's environment variables name. All must arrive
     within `start_seconds`; a round may take `timeout_seconds`.
@@ -115,7 +115,7 @@ def join(place: str, store: Store | None, rank: int, workers: int, start_seconds
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Collective: what every rank of the world has to say, in rank order."""
+    """Gather bytes, of whatever number, from every rank of the world, in rank order. Collective."""
     if not dist.is_initialized():
         return [data]
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]

@@ -18,7 +18,8 @@ _LARGEST = 1 << 62
 
 
 def pack(key: RoundKey, contribution: Contribution) -> bytes:
-    """A weight above MAX_WEIGHT_ROUNDS rounds of work is written as that: no more of it counts, and a claim is a lie.
+    """Write the header. A weight above MAX_WEIGHT_ROUNDS rounds of work is written as that: no more of it counts, and
+    a claim is a lie.
 
     A number of the report that is not finite is written as nan.
     """
@@ -55,7 +56,7 @@ class Header:
 
 
 def unpack(worker: int, data: bytes) -> Header:
-    """A received header; refuses bytes that another version wrote."""
+    """Read a received header; refuses bytes that another version wrote."""
     values = _FORMAT.unpack(data)
     magic, sequence, fragment, weight, norm, round_weight, work, full_weight, anchor, layout, *reported = values
     if magic != _MAGIC:
@@ -73,7 +74,7 @@ def unpack(worker: int, data: bytes) -> Header:
 
 
 def header_of(worker: int, key: RoundKey, contribution: Contribution) -> Header:
-    """The header of a contribution that stays in this process."""
+    """Make the header of a contribution that stays in this process."""
     report = contribution.report
     digest = contribution.anchor_digest
     claim = Claim(
@@ -103,7 +104,7 @@ def find_report_fault(report: Report) -> str | None:
 
 
 def check_same_round(headers: list[Header], mine: Header) -> None:
-    """All must run the same model and settings, and be in the same round; else their parts must not be mixed."""
+    """Refuse headers of another model, other settings or another round: such parts must not be mixed."""
     check_same_layout({header.worker: header.layout_digest for header in headers}, mine.worker)
     for other in headers:
         if other.key != mine.key:
@@ -121,7 +122,7 @@ def _place(key: RoundKey) -> str:
 
 
 def check_same_layout(digests: Mapping[int, str], worker: int) -> None:
-    """`digests` by worker; all must train the same thing."""
+    """Refuse workers that train different things. `digests`: of each worker's layout."""
     for other, digest in digests.items():
         if digest != digests[worker]:
             raise EngineError(

@@ -43,7 +43,7 @@ class LocalSwarm:
 
 
 def alone() -> "LocalEngine":
-    """The engine of a single worker: DiLoCo with k = 1."""
+    """Return the engine of a single worker: DiLoCo with k = 1."""
     return LocalSwarm(1).engines()[0]
 
 
@@ -70,7 +70,7 @@ class LocalEngine(FixedEngine):
         self._members = members
 
     def missed(self, key: RoundKey, decision: Decision) -> None:
-        """The others have a mean of this round, and this worker has not."""
+        """Called when the others have a mean of this round, and this worker has not."""
         if decision.contributors:
             self._source = decision.contributors[0]
             self._missed[key.fragment] = self._rounds_of(self.worker, key.fragment) + 1
@@ -107,7 +107,8 @@ class LocalEngine(FixedEngine):
         return ahead if ahead.numbers["merged"] > mine.numbers["merged"] else None
 
     def _state_of(self, source: int) -> GlobalState:
-        """The source's state, once it is there and has merged what this worker missed (it may be a slower thread)."""
+        """Return the source's state, once it is there and has merged what this worker missed (it may be a slower
+        thread)."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             if source in self.swarm.providers:
@@ -130,7 +131,8 @@ class LocalEngine(FixedEngine):
 
 
 def _at_its_start(state: GlobalState) -> GlobalState:
-    """A source that is a thread may have run ahead; its anchors have not, since the first merge needs every worker."""
+    """Return a source's state as it was at its start. A thread may have run ahead, but not its anchors, since the first
+    merge needs every worker."""
     return replace(state, numbers={**state.numbers, "inner_steps": 0, "sequence": 0})
 
 
@@ -166,18 +168,18 @@ class _Round:
             self.reduction_ended = time.monotonic()
 
     def withdraw(self, worker: int) -> None:
-        """This worker has given up waiting and will send the same work again: it must not be in the mean twice."""
+        """Take back the contribution of a worker that has given up: it will send the same work again."""
         self.lost.add(worker)
         self.contributions.pop(worker, None)
 
     def end_wait(self) -> None:
-        """A worker has waited for the round, or given up: after the last one the contributions go."""
+        """Count a worker that has waited for the round, or given up: after the last one the contributions go."""
         self.waits_ended += 1
         if self.waits_ended == self.swarm.workers:
             self.swarm.rounds.pop(self.sequence, None)
 
     def phases(self, worker: int) -> RoundPhases:
-        """Nothing travels in one process, and the last worker to post reduces for all."""
+        """Return a worker's seconds of each phase. Nothing travels, and the last worker to post reduces for all."""
         last = self.posted[worker] == self.reduction_began
         return RoundPhases(
             others_seconds=self.reduction_began - self.posted[worker],

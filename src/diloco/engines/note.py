@@ -65,7 +65,7 @@ def is_loss(value: float) -> bool:
 
 
 def write_note(note: Note) -> bytes:
-    """The first MOST_SHARDS shards and MOST_COUNTED counts, and the lowest MOST_APART numbers.
+    """Write a note: the first MOST_SHARDS shards and MOST_COUNTED counts, and the lowest MOST_APART numbers.
 
     A loss that `is_loss` forbids becomes nan, and a count of tokens has a bound: what another member told this worker
     of its tokens must not make its own notes malformed.
@@ -87,7 +87,7 @@ def write_note(note: Note) -> bytes:
 
 
 def read_note(data: bytes) -> Note:
-    """Raises MalformedNote, and no other exception, whatever the bytes are. No bytes at all are an empty note."""
+    """Read a note. Raises MalformedNote, and no other exception, whatever the bytes are; no bytes are an empty note."""
     if not data:
         return Note()
     if len(data) > MAX_NOTE_BYTES:

@@ -17,7 +17,7 @@ _TAG_OF_NO_MESSAGE = 99
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout_seconds: float) -> "dist.ProcessGroup | None":
-    """Collective over the whole world: all ranks make all groups in the same order. None where this rank is not in."""
+    """Make a group; None where this rank is not in it. Collective: all ranks make all groups in the same order."""
     group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout_seconds))
     return group if dist.get_rank() in ranks else None
 

@@ -19,7 +19,7 @@ from diloco.errors import ConfigError, EngineError
 
 
 class RankedEngine(Connection):
-    """This rank's place in its worker and in the lanes."""
+    """The connection of one rank of a worker: its place in the worker and in the lanes."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RankedEngine(Connection):
         return TorchDistributedEngine(backend=self._backend, timeout_seconds=self._timeout_seconds, groups=groups)
 
     def members(self) -> tuple[Member, ...]:
-        """The workers as the first lane has heard of them: the reports are those of the first ranks."""
+        """Return the workers as the first lane has heard of them: the reports are those of the first ranks."""
         mine = [engine for _, engine in sorted(self._engines.items()) if engine is not None]
         return mine[0].members() if mine else ()
 
@@ -91,7 +91,7 @@ def check_sizes(sizes: Sequence[int], world: int) -> None:
 
 
 def sizes_of(ranks_per_worker: int | Sequence[int], world: int) -> tuple[int, ...]:
-    """One number for all workers, or one for each."""
+    """Return the number of ranks of each worker, from one number for all of them or one for each."""
     if not isinstance(ranks_per_worker, int):
         return tuple(ranks_per_worker)
     if ranks_per_worker < 1 or world % ranks_per_worker:

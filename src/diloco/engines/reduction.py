@@ -88,7 +88,7 @@ def reduce_parts(
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The fields are the arguments of reduce_parts."""
+    """One call of reduce_parts, whose arguments are the fields, and what it counts."""
 
     codec: Codec
     encoded: Sequence[Tensor]
@@ -129,7 +129,7 @@ class _Reduction:
         self.codec.for_means.encode(mean, self.out[rows])
 
     def _decode(self, rows: slice, terms: Sequence[Tensor], with_squares: bool) -> Iterator[Tensor]:
-        """The values of each contribution; with fewer terms than contributions, each takes the last one's memory."""
+        """Decode each contribution; with fewer terms than contributions, each takes the last one's memory."""
         for index, data in enumerate(self.encoded):
             term = terms[min(index, len(terms) - 1)]
             self.codec.decode(data[rows], term)
@@ -165,17 +165,17 @@ class Wave:
         return sum(self.counts)
 
     def rows(self, worker: int) -> slice:
-        """The parts that a worker reduces."""
+        """Return the parts that a worker reduces."""
         first = self.first + sum(self.counts[:worker])
         return slice(first, first + self.counts[worker])
 
     def split(self, data: Tensor) -> list[Tensor]:
-        """The parts that each worker reduces, as views of all parts."""
+        """Return the parts that each worker reduces, as views of all parts."""
         return list(torch.split_with_sizes(data[self.first : self.first + self.num_parts], self.counts))
 
 
 def waves(vector: EncodedVector, workers: int) -> Iterator[Wave]:
-    """All parts of a vector, in waves shared out as evenly as whole parts allow."""
+    """Cut all parts of a vector into waves, shared out as evenly as whole parts allow."""
     num_parts, part_bytes = vector.shape
     per_worker = max(-(-num_parts // (_WAVES_WANTED * workers)), _MIN_WAVE_BYTES_PER_WORKER // part_bytes, 1)
     for first in range(0, num_parts, per_worker * workers):
@@ -184,7 +184,8 @@ def waves(vector: EncodedVector, workers: int) -> Iterator[Wave]:
 
 
 def traffic(vector: EncodedVector, workers: int, worker: int) -> tuple[int, int]:
-    """Bytes that a worker sends and receives for one mean: a reduce-scatter and an all-gather of encoded parts."""
+    """Count the bytes that a worker sends and receives for one mean: a reduce-scatter and an all-gather of encoded
+    parts."""
     own = sum(wave.counts[worker] for wave in waves(vector, workers))
     others = vector.shape[0] - own
     copies = own * (workers - 1)  # of what this worker reduces: every other worker's contribution to it, and its mean
@@ -205,7 +206,8 @@ def result_of(
     comparison: Comparison,
     phases: RoundPhases,
 ) -> RoundResult:
-    """The result of a round for a worker of a fixed set, all of whose `members` have exchanged headers and parts."""
+    """Make the result of a round for a worker of a fixed set, all of whose `members` have exchanged headers and
+    parts."""
     sent, received = traffic(contribution, len(members), worker) if decision.total_weight > 0 else (0, 0)
     headers = HEADER_BYTES * (len(members) - 1)
     return RoundResult(

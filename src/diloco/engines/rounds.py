@@ -85,7 +85,7 @@ class Member:
     note: bytes = b""
 
     def as_json(self) -> dict[str, Any]:
-        """All but the note, which is for the other workers only, as JSON can hold it."""
+        """Return all but the note, which is for the other workers only, as JSON can hold it."""
         fields = asdict(self)
         del fields["note"]
         return fields
@@ -122,13 +122,13 @@ class Comparison:
 
     @staticmethod
     def empty(contributors: int) -> "Comparison":
-        """The comparison of no parts, to which others are added."""
+        """Return the comparison of no parts, to which others are added."""
         pairs = contributors * (contributors + 1) // 2  # each contributor with itself too
         return Comparison((0.0,) * pairs, (0,) * contributors)
 
     @property
     def numbers(self) -> list[float]:
-        """All of it, to be added up."""
+        """All numbers of the comparison in one list, to be added up."""
         return [*self.products, *self.replaced, self.parts]
 
     @staticmethod
@@ -173,11 +173,11 @@ class RoundSummary:
     """16 hex digits of what they signed; the same on every worker."""
 
     def summary_fields(self) -> dict[str, Any]:
-        """The fields of this class by name, for another one that has them too."""
+        """Return the fields of this class by name, for another one that has them too."""
         return {each.name: getattr(self, each.name) for each in fields(RoundSummary)}
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON can hold them."""
+        """Return the fields as JSON can hold them."""
         return {name: _to_json(value) for name, value in self.summary_fields().items()}
 
     @staticmethod
@@ -223,7 +223,7 @@ class RoundResult(RoundSummary):
         return self.lane_means or (self.mean,)
 
     def means_with(self, worker: int) -> "tuple[EncodedVector, ...] | None":
-        """The means, if that worker's contribution is in them."""
+        """Return the means if that worker's contribution is in them."""
         return self.means if worker in self.contributors else None
 
     @property
@@ -237,7 +237,7 @@ class RoundResult(RoundSummary):
 
     @property
     def stopping(self) -> bool:
-        """A worker ends early, and with a fixed membership all do."""
+        """Whether a worker ends early; with a fixed membership all do then."""
         return any(member.report.stopping for member in self.members)
 
 

@@ -72,7 +72,8 @@ class LaneGroups:
 
     @staticmethod
     def new(ranks: Sequence[int], backend: str, timeout_seconds: float) -> "LaneGroups | None":
-        """Collective over the whole world, in the same order everywhere; None where this rank is not among `ranks`.
+        """Make the groups of some ranks. Collective over the whole world, in the same order everywhere; None where
+        this rank is not among `ranks`.
 
         A gloo group has one thread and one connection to each peer, so a second group doubles what travels at a time.
         If its thread woke up in place of one that holds a connection's lock, it would spin until that one goes on.
@@ -146,7 +147,7 @@ class TorchDistributedEngine(FixedEngine):
         self._provider = provider
 
     def fetch_state(self) -> GlobalState | None:
-        """Collective: every worker's state becomes that of the source, in place. The source gets None."""
+        """Make every worker's state that of the source, in place; the source gets None. Collective."""
         return self._submit(self._broadcast_state, self._timeout_seconds).result()
 
     def heard(self, members: tuple[Member, ...]) -> None:
@@ -163,7 +164,7 @@ class TorchDistributedEngine(FixedEngine):
 
     @property
     def broken(self) -> bool:
-        """A peer was lost, or this worker left the others in the middle of a round."""
+        """Whether a peer was lost, or this worker left the others in the middle of a round."""
         return self._broken is not None
 
     def close(self) -> None:
@@ -185,7 +186,7 @@ class TorchDistributedEngine(FixedEngine):
         del self._groups, self._exchange, self._hidden
 
     def hide_world(self) -> None:
-        """Others in this process then find no torch.distributed world; rounds go on in the groups held here."""
+        """Hide the torch.distributed world from other code in this process; rounds go on in the groups held here."""
         self._hidden = dist.group.WORLD
         dist.group.WORLD = None
 
@@ -241,7 +242,8 @@ class TorchDistributedEngine(FixedEngine):
         posted: float,
         seconds: float,
     ) -> RoundResult:
-        """`posted`: when, on time.monotonic()'s clock; the round fails if it takes `seconds` from then."""
+        """Take part in a round. `posted`: when, on time.monotonic()'s clock; the round fails if it takes `seconds`
+        from then."""
         started = time.monotonic()
         deadline = posted + seconds
         rows = self._gather(pack(key, contribution), deadline)
@@ -279,7 +281,7 @@ class TorchDistributedEngine(FixedEngine):
         )
 
     def _phases(self, posted: float, heard: float) -> RoundPhases:
-        """The phases of a round whose exchange of parts ends now."""
+        """Return the phases of a round whose exchange of parts ends now."""
         reduced = self._exchange.reduce_seconds
         sent = None if reduced is None else time.monotonic() - heard - reduced
         return RoundPhases(heard - posted, sent, reduced)
@@ -301,7 +303,7 @@ class TorchDistributedEngine(FixedEngine):
         self._stream.synchronize()
 
     def _gather(self, mine: bytes, deadline: float) -> list[bytes]:
-        """The bytes of every worker, in worker order; all must give the same number."""
+        """Gather bytes from every worker, in worker order; all must give the same number."""
         if self.workers == 1:
             return [mine]
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -372,7 +374,8 @@ def _first_line(error: BaseException) -> str:
 
 
 class WaveExchange:
-    """Worker `worker`'s end of a lane. Keeps pinned memory from one round to the next."""
+    """One worker's end of a lane, which exchanges parts wave by wave. Keeps pinned memory from one round to the
+    next."""
 
     def __init__(self, groups: LaneGroups, worker: int, backend: str) -> None:
         self._groups = groups
@@ -430,7 +433,8 @@ class WaveExchange:
         return _PinnedMemory(vector, plan, inboxes, data, means, self._worker)
 
     def _take_pinned(self, inboxes: tuple[int, ...], vector: EncodedVector) -> tuple[Tensor, Tensor, Tensor]:
-        """Pinned memory for inboxes, a contribution and a mean; the latter two are one where the vector's are."""
+        """Return pinned memory for inboxes, a contribution and a mean; the latter two are one where the vector's
+        are."""
         shapes = [inboxes, vector.shape]
         shapes += [] if vector.mean is vector else [vector.mean.shape]
         sizes = [math.prod(shape) for shape in shapes]
@@ -441,7 +445,8 @@ class WaveExchange:
         return taken[0], taken[1], taken[-1]
 
     def _scatter(self, memory: "_Memory", number: int) -> tuple[list[Tensor], list[dist.Work]]:
-        """Every worker's contribution to what this worker reduces of a wave; there when the works are done."""
+        """Begin to receive every worker's contribution to what this worker reduces of a wave; there when the works are
+        done."""
         wave = memory.plan[number]
         inbox = memory.inboxes[number % len(memory.inboxes)]
         memory.wait_until_sendable(number)
@@ -487,7 +492,7 @@ class _Memory(ABC):
 
     @abstractmethod
     def reduce(self, rows: slice, contributions: Sequence[tuple[int, Tensor]], decision: Decision) -> Comparison:
-        """The mean of (worker, its parts) into `means[rows]`, which then may be sent; their comparison."""
+        """Put the mean of (worker, its parts) into `means[rows]`, which then may be sent; their comparison."""
 
     def _reduce(self, rows: slice, parts: Sequence[Tensor], decision: Decision, out: Tensor) -> Comparison:
         codec = self.vector.codec
@@ -505,7 +510,7 @@ class _Memory(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """The whole mean is in `means`."""
+        """Called when the whole mean is in `means`."""
 
 
 class _OwnMemory(_Memory):

@@ -51,13 +51,13 @@ class WorkerRanks:
         return self._compute
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The worker's ranks as a mesh: `fully_shard(model, mesh=engine.ranks.mesh("cuda"))`."""
+        """Return the worker's ranks as a mesh: `fully_shard(model, mesh=engine.ranks.mesh("cuda"))`."""
         return DeviceMesh.from_group(self.group, device_type)
 
     # What the ranks tell each other
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, in rank order; all must give the same number."""
+        """Gather bytes from every rank, in rank order; all must give the same number."""
         if self.count == 1:
             return [data]
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -73,11 +73,11 @@ class WorkerRanks:
         return any(value for (value,) in self.gather_numbers(flag))
 
     def sums(self, *values: float) -> list[float]:
-        """The sums over all ranks, added in rank order: the same on each."""
+        """Sum each value over all ranks, in rank order: the same on each."""
         return [math.fsum(column) for column in zip(*self.gather_numbers(*values), strict=True)]
 
     def agree(self, error: EngineError | None) -> None:
-        """Raises on all ranks if any of them has an error, so that none goes on to wait for one that has left."""
+        """Raise on all ranks if any of them has an error, so that none goes on to wait for one that has left."""
         broken = [rank for rank, (bad,) in enumerate(self.gather_numbers(error is not None)) if bad]
         if error is not None:
             raise error
@@ -87,7 +87,7 @@ class WorkerRanks:
     # Tensors that every rank holds a copy of
 
     def share(self, flat: Tensor, bounds: Sequence[int]) -> None:
-        """Every rank's copy of a 1-D tensor becomes rank r's in [bounds[r], bounds[r + 1])."""
+        """Make every rank's copy of a 1-D tensor that of rank r in [bounds[r], bounds[r + 1])."""
         if self.count == 1:
             return
         staged = flat if flat.device.type == "cpu" or self._carries(flat.device) else flat.cpu()
@@ -101,7 +101,7 @@ class WorkerRanks:
             flat.copy_(staged)
 
     def average(self, tensor: Tensor) -> None:
-        """Every rank's copy becomes the mean of all."""
+        """Make every rank's copy the mean of all."""
         if self.count == 1:
             return
         total = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
@@ -138,5 +138,6 @@ ALONE = WorkerRanks()
 
 
 def compute_backend() -> str:
-    """The backend of a worker's own collectives: CUDA tensors over NCCL where there is CUDA, all others over gloo."""
+    """Name the backend of a worker's own collectives: CUDA tensors over NCCL where there is CUDA, all others over
+    gloo."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

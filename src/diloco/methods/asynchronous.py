@@ -43,7 +43,8 @@ _END = -1  # the "fragment" of a request without an outer gradient
 
 @dataclass(frozen=True)
 class DelayedNesterov(OuterOptimizer):
-    """ε = `lr`, β = `momentum`, N = `period`, c = `spread`. `round_number` counts the arrivals."""
+    """Delayed Nesterov, with ε = `lr`, β = `momentum`, N = `period`, c = `spread`. `round_number` counts the
+    arrivals."""
 
     name = "delayed nesterov"
     state_names = ("momentum", "gathered", SERVED_ANCHOR)
@@ -78,7 +79,8 @@ class DelayedNesterov(OuterOptimizer):
 def asynchronous_parts(
     engine: Connection, outer: OuterOptimizer, sync: SyncConfig
 ) -> tuple[AsynchronousEngine, DelayedNesterov]:
-    """The engine and the outer optimizer of asynchronous workers, from those that were given (outer/arguments.py)."""
+    """Build the engine and the outer optimizer of asynchronous workers from those that were given
+    (outer/arguments.py)."""
     assert isinstance(engine, FixedEngine) and isinstance(outer, Nesterov)
     delayed = DelayedNesterov(outer.lr, outer.momentum, sync.momentum_arrivals or engine.workers)
     return AsynchronousEngine(engine, engine.anchor_link(sync.timeout_seconds)), delayed
@@ -118,7 +120,7 @@ class AsynchronousLoop(FixedLoop):
         self._stops |= any(member.report.stopping for member in result.members)
 
     def merge_mean(self, posted: RoundInFlight, result: RoundResult) -> float | None:
-        """Go on from the anchor's answer; the length of the way there."""
+        """Go on from the anchor's answer; returns how far the anchor has moved."""
         before = self._fragment.anchor.clone()
         self._take(result.mean)
         self.state.merged(posted.key, posted.steps_taken)

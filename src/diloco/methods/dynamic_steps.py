@@ -31,7 +31,7 @@ MOST_TIMES_FASTER = 10.0
 
 
 def speed_share(step_seconds: Mapping[int, float], worker: int, *, trusted: bool = True) -> float:
-    """s_i / max_j s_j of `worker`, from the seconds that an inner step takes each worker; 1 if its own is not known.
+    """Compute s_i / max_j s_j of `worker` from the seconds of each worker's inner step; 1 if its own are not known.
 
     `trusted`: any speed is believed, else up to MOST_TIMES_FASTER.
     """
@@ -46,7 +46,7 @@ def speed_share(step_seconds: Mapping[int, float], worker: int, *, trusted: bool
 
 
 def num_steps(positions: int, share: float) -> int:
-    """H_i: the inner steps that a worker takes for this many positions of the schedule."""
+    """Compute H_i, the inner steps that a worker takes for this many positions of the schedule."""
     return max(1, math.floor(positions * min(1.0, _ALIKE * share)))
 
 
@@ -103,7 +103,8 @@ class DynamicSteps(Method):
     # Positions
 
     def positions(self, reached: range, end: int | None) -> range:
-        """Move to the position of the step just taken, at most to the run's `end`; the positions that it passed.
+        """Move to the position of the step just taken, at most to the run's `end`; returns the positions that it
+        passed.
 
         A second call after the same step gives the same positions again.
         """
@@ -136,7 +137,7 @@ class DynamicSteps(Method):
         self.steps = num_steps(self._end - start, share)
 
     def _place(self, number: int) -> int:
-        """The position after this many steps of the turn."""
+        """Return the position after this many steps of the turn."""
         return self._start + number * (self._end - self._start) // max(1, self.steps)
 
     # Saving

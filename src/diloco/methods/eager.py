@@ -35,7 +35,7 @@ class EagerUpdates(Method):
         return None if overlap == "none" else cls(delayed=overlap == "delayed")
 
     def __init__(self, *, delayed: bool) -> None:
-        """`delayed`: without the worker's own share, the naive form."""
+        """`delayed`: the naive form, without the worker's own share."""
         self._delayed = delayed
         self._fragments: dict[int, list[EagerFragment]] = {}  # by number, in the order of the lanes that have it
         self._worker: TrainingWorker | None = None
@@ -65,7 +65,7 @@ class EagerUpdates(Method):
 
     @contextmanager
     def moving_anchors(self, indices: Iterable[int]) -> Iterator[None]:
-        """The worker's starts move along with the anchors."""
+        """Let the worker's starts move along with the anchors."""
         moving = [fragment for index in indices for fragment in self._fragments.get(index, [])]
         for fragment in moving:
             fragment.add_anchor(-1.0)
@@ -88,7 +88,7 @@ class EagerFragment:
     """The memory of one fragment besides its anchor: the worker's start, and the momentum of its own shares."""
 
     def __init__(self, fragment: Fragment, *, delayed: bool) -> None:
-        """`delayed`: no share of its own, the naive form: θ_i ← A."""
+        """`delayed`: the naive form, without the worker's own share: θ_i ← A."""
         outer = fragment.outer_opt
         if not isinstance(outer, (SGD, Nesterov)):
             raise ConfigError(
@@ -103,7 +103,7 @@ class EagerFragment:
 
     @torch.no_grad()
     def outer_gradient(self, workers: int, turn: int = 0) -> Iterator[tuple[Span, Tensor]]:
-        """Δ_i = start − θ_i, span by span; behind each span the worker moves to its next start. `workers` is k.
+        """Compute Δ_i = start − θ_i, span by span; behind each span the worker moves to its next start. `workers` is k.
 
         `turn`: of the schedule, for an outer optimizer with a course.
         """
@@ -123,7 +123,7 @@ class EagerFragment:
 
     @torch.no_grad()
     def take_back(self, workers: int, turn: int = 0) -> bool:
-        """The round in flight has failed: the next outer gradient carries its work again. False: it cannot.
+        """Let the next outer gradient carry the work of the round in flight, which has failed; False if it cannot.
 
         The start moves back by Δ_i of that round, which follows from the share that was taken of it.
         """
@@ -148,7 +148,7 @@ class EagerFragment:
         self.start.add_(self._fragment.anchor, alpha=factor)
 
     def reset(self) -> None:
-        """The worker is at the anchor, and none of its work is on its way."""
+        """Begin anew from the anchor: none of the worker's work is on its way."""
         self.start.copy_(self._fragment.anchor)
         for buffer in self.state.values():
             buffer.zero_()

@@ -34,7 +34,7 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def encode(self, vector: EncodedVector, span: Span, delta: Tensor) -> Tensor:
-        """Encode a span of the outer gradient with its error; the norm of what is sent, not finite if a is not.
+        """Encode a span of the outer gradient with its error; returns the norm of what is sent, not finite if a is not.
 
         Of all that is sent: with 2 bits the padding of the last part is not zero, and the receivers measure it too.
         """
@@ -54,13 +54,13 @@ class ErrorFeedback:
         return torch.where(torch.isfinite(whole), norm, whole)
 
     def end_round(self, mean: EncodedVector | None) -> None:
-        """The round in flight is over, with this worker's contribution in its `mean`; None: it is in none."""
+        """End the round in flight, which has this worker's contribution in its `mean`; None: it is in none."""
         self.error = self.error_after(mean)
         self._next_error = None
 
     @torch.no_grad()
     def error_after(self, mean: EncodedVector | None) -> Tensor:
-        """The error that `end_round(mean)` will leave, without ending the round."""
+        """Return the error that `end_round(mean)` will leave, without ending the round."""
         if mean is None or self._next_error is None:
             return self.error
         for vector, span in self._sent:
@@ -100,7 +100,7 @@ class Feedback(Method):
         return feedback.encode
 
     def errors_of(self, index: int) -> list[ErrorFeedback]:
-        """The errors of a fragment, one for each lane that has it."""
+        """Return the errors of a fragment, one for each lane that has it."""
         return [feedback for _, feedback in self._errors.get(index, [])]
 
     def ended(self, index: int, means: Means) -> None:

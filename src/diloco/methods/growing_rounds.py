@@ -17,7 +17,7 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True)
 class GrowingRounds:
-    """The length of each round by the rule above, at most the whole run."""
+    """The lengths of rounds by the rule above, at most the whole run."""
 
     alpha: float
     rates: LearningRateCurve
@@ -27,7 +27,7 @@ class GrowingRounds:
             raise ConfigError(f"sync.growth = {self.alpha} must be finite and above 0")
 
     def length(self, base: int, step: int) -> int:
-        """H of a round that begins after inner step `step`."""
+        """Return H of a round that begins after inner step `step`."""
         rate = self.rates.peak * self.rates.factor(max(step, self.rates.warmup_steps))
         most = max(base, self.rates.total_steps)
         grown = (self.alpha / rate) ** 2 if rate > 0 else math.inf

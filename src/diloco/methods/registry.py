@@ -18,6 +18,6 @@ METHODS: tuple[type[Method], ...] = (EagerUpdates, Pruning, Feedback, SecondMome
 
 
 def chosen_methods(options: Options) -> list[Method]:
-    """The methods that a run's options ask for."""
+    """Build the methods that a run's options ask for."""
     chosen = (kind.chosen(options) for kind in METHODS)
     return [method for method in chosen if method is not None]

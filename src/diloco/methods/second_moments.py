@@ -31,7 +31,8 @@ class SecondMoments(Method):
 
     @classmethod
     def chosen(cls, options: Options) -> "SecondMoments | None":
-        """A worker that is always alone has the mean already; the inner optimizer is checked all the same."""
+        """Build the method if it is asked for. A worker that is always alone has the mean already, but its inner
+        optimizer is checked all the same."""
         every = options.sync.second_moment_every
         engine = options.engine
         if every is None:
@@ -72,7 +73,7 @@ class MomentsSending(Sending):
 
     @torch.no_grad()
     def encode(self, turn: int, theta_i: Tensor | None) -> tuple[float, float | None]:
-        """The moments of a parameter that has not been stepped yet are 0."""
+        """Encode the moments, if they are due. Those of a parameter that has not been stepped yet are 0."""
         del theta_i
         if not self.due(turn):
             return 0.0, None
@@ -84,7 +85,7 @@ class MomentsSending(Sending):
 
     @torch.no_grad()
     def merge(self, mean: EncodedVector, mixing: float, turn: int, *, plain: bool) -> tuple[str, float | None]:
-        """The mean takes the place of this worker's moments, unless it keeps what is its own."""
+        """Put the mean in place of this worker's moments, unless it keeps what is its own."""
         del turn, plain
         if mixing < 1:
             self._take(mean)
@@ -96,7 +97,7 @@ class MomentsSending(Sending):
             moment.copy_(part.mul_(correction).view(moment.shape))
 
     def _states(self, flat: Tensor) -> list[tuple[Tensor, Tensor, float]]:
-        """Each parameter's place in a flat vector, its v and 1 − β₂^t, as far as it has been stepped."""
+        """Return each parameter's place in a flat vector, its v and 1 − β₂^t, if it has been stepped."""
         states = []
         betas = self._betas()
         for parameter, end in zip(self._parameters, self._ends, strict=True):
@@ -107,7 +108,7 @@ class MomentsSending(Sending):
         return states
 
     def _betas(self) -> dict[Tensor, float]:
-        """β₂ of each parameter that an Adam steps."""
+        """Return β₂ of each parameter that an Adam steps."""
         return {
             p: float(group["betas"][1])
             for group in self._inner.param_groups
@@ -117,5 +118,5 @@ class MomentsSending(Sending):
 
 
 def moments_codec(codec_name: str) -> str:
-    """The codec of second moments beside that of the outer gradients."""
+    """Return the name of the codec of second moments beside that of the outer gradients."""
     return "fp32" if codec_name == "fp32" else "bf16"

@@ -44,7 +44,7 @@ class WarmStart:
 
     @property
     def active(self) -> bool:
-        """The next inner step averages gradients."""
+        """Whether the next inner step averages gradients."""
         return self._loop.inner_steps < self.averaged_steps
 
     def refuse(self, closure: object | None, found_inf: Tensor | None) -> None:
@@ -61,8 +61,8 @@ class WarmStart:
             )
 
     def average(self, *, skip: bool = False, weight: float | None = None) -> bool:
-        """Every worker's gradients become the mean; whether there is one. `skip`: leave this worker's own out of it.
-        `weight`: of this worker's gradients, if not that of its contributions.
+        """Put the mean in place of every worker's gradients; returns whether there is one. `skip`: leave this worker's
+        own out of it. `weight`: of this worker's gradients, if not that of its contributions.
 
         A second call at the same step does nothing. Raises EngineError if the round fails, since no worker may step
         alone.
@@ -108,7 +108,7 @@ class WarmStart:
             self.take_digests()
 
     def end(self) -> None:
-        """Training ends, perhaps within the warm start."""
+        """Called when training ends, perhaps within the warm start."""
         if self._loop.inner_steps < self.steps:
             self.take_digests()
         self.stopping = False
@@ -119,8 +119,8 @@ class WarmStart:
             lane.take_digests()
 
     def _measure_speed(self) -> None:
-        """Every H steps, and at the last step: speeds are then known when the rounds begin. The first step, which
-        may wait for compilers and data, does not count."""
+        """Measure the speed every H steps, and at the last step: it is then known when the rounds begin. The first
+        step, which may wait for compilers and data, does not count."""
         loop = self._loop
         step = self._loop.inner_steps
         H = self._loop.sync.num_inner_steps

@@ -37,9 +37,8 @@ class CatchUp:
         self._failed.setdefault(key.fragment, key.sequence)
 
     def record_merged(self, key: RoundKey) -> None:
-        """Record that a later round of the fragment is merged, from an anchor that all have: the others have no mean
-        of the failed
-        one."""
+        """Record that a later round of the fragment is merged, from an anchor that all have: the others have no mean of
+        the failed one."""
         self._failed.pop(key.fragment, None)
 
     def _unmerged(self, index: int) -> int:

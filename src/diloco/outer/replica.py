@@ -153,8 +153,7 @@ def lay_sending(
 
 def _fragment_sending(place: LaneFragment, sync: SyncConfig, methods: Sequence[Method]) -> FragmentSending:
     """Choose how a fragment is sent. A worker that is always alone sends nothing, unless something changes it on the
-    way:
-    the mean is its own outer gradient."""
+    way: the mean is its own outer gradient."""
     how = codec("fp16" if place.group.buffers and sync.codec in _FEW_BITS else sync.codec)
     gradient = next(filter(None, (method.gradient(place) for method in methods)), None)
     encoder = next(filter(None, (method.encoder(place) for method in methods)), None)
