@@ -151,7 +151,7 @@ app.command(lab)
 
 
 def main() -> NoReturn:
-    """Exit code 0: done, 1: failed, 2: bad usage or configuration."""
+    """Run the command line and exit: code 0 if it is done, 1 if it failed, 2 for bad usage or configuration."""
     own_command.remember(sys.argv[0])
     try:
         exit_code = run(sys.argv[1:])

@@ -35,7 +35,7 @@ class Columns:
             times[-1] = times[-2]
 
     def until(self, time: float | None) -> "dict[str, Numbers]":
-        """The rows up to a time (None: all of them), as copies."""
+        """Return the rows up to a time (None: all of them) as copies."""
         columns = {name: np.array(column, dtype=np.float64) for name, column in self._columns.items()}
         if time is None:
             return columns
@@ -43,13 +43,13 @@ class Columns:
         return {name: column[:count] for name, column in columns.items()}
 
     def last(self, name: str, time: float | None = None) -> float | None:
-        """The last number of a column in the rows up to a time (None: in all of them)."""
+        """Return the last number of a column in the rows up to a time (None: in all of them)."""
         column = self._columns[name]
         count = len(column) if time is None else bisect_right(self._columns["time"], time)
         return None if not count or np.isnan(column[count - 1]) else column[count - 1]
 
     def row(self, index: int) -> dict[str, float | None]:
-        """The numbers of a row, the last one at -1; all None if there are no rows."""
+        """Return the numbers of a row, the last one at -1; all None if there are no rows."""
         if not len(self):
             return dict.fromkeys(self.names)
         return {name: finite(column[index]) for name, column in self._columns.items()}
@@ -62,13 +62,13 @@ class Columns:
 
 
 def number(value: object) -> float:
-    """The value as a float; nan if it is no number, or larger than anything that a run counts."""
+    """Return the value as a float; nan if it is no number, or larger than anything that a run counts."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         return float("nan")
     return float(value)
 
 
 def finite(value: object) -> float | None:
-    """The value as a float; None where `number` gives nan."""
+    """Return the value as a float; None where `number` gives nan."""
     converted = number(value)
     return None if converted != converted else converted

@@ -78,7 +78,7 @@ class RoundStatistic:
     """The number is shown where there is place for few: in the live display and the end report."""
 
     def text(self, value: float) -> str:
-        """The number with its words."""
+        """Return the number with its words."""
         return f"{self.label} {value:{self.format}}{self.unit and ' '}{self.unit}"
 
 
@@ -765,7 +765,7 @@ def make_event(type_: str, given: Mapping[str, Any]) -> Event:
 
 
 def event_fields(event: Event) -> dict[str, Any]:
-    """The fields of the event's own type, as JSON has them: nan and inf, which it does not know, are null."""
+    """Return the fields of the event's own type, as JSON has them: nan and inf, which it does not know, are null."""
     own: dict[str, Any] = {}
     for each in fields(event):
         value = getattr(event, each.name)
@@ -793,7 +793,7 @@ def _plain(value: object) -> object:
 
 
 def read_event(line: Mapping[str, Any]) -> Event:
-    """The event of a line that has `type`, `worker` and `time` (log.py); never fails."""
+    """Return the event of a line that has `type`, `worker` and `time` (log.py); it never fails."""
     name = line["type"]
     kind = EVENT_TYPES.get(name)
     problem = None
@@ -816,7 +816,7 @@ def _read(kind: type[E], line: Mapping[str, Any]) -> E:
 
 
 def _values(kind: Any, line: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a class's fields; ValueError if a line does not have them."""
+    """Return the values of a class's fields; raise ValueError if a line does not have them."""
     readers = _READERS.get(kind) or _readers_of(kind)
     values: dict[str, Any] = {}
     known = 0

@@ -127,7 +127,7 @@ def end_cut_line(run_folder: Path) -> None:
 
 
 def decode_line(line: bytes) -> Any:
-    """The JSON of a line; NaN and Infinity, which are no JSON and which this project never writes, are null."""
+    """Return the JSON of a line; NaN and Infinity, which are no JSON and which this project never writes, are null."""
     return json.loads(line, parse_constant=lambda _: None)
 
 
@@ -140,7 +140,8 @@ class EventReader:
     """
 
     def __init__(self, run_folder: Path, decoder: Callable[[], Decode] = lambda: decode_line) -> None:
-        """`decoder` makes what decodes the lines; it is called again when the file is read from its beginning."""
+        """`decoder` makes the function that decodes the lines, anew each time that the file is read from its
+        beginning."""
         self.path = run_folder / EVENTS_FILE
         self.damaged_lines = 0
         self.newest_version = EVENTS_VERSION
@@ -162,7 +163,7 @@ class EventReader:
             self._file_id = (status.st_dev, status.st_ino)
 
     def read(self) -> tuple[list[Event], bool]:
-        """New events, at most _CHUNK_BYTES of them, and whether the log is read from its beginning again."""
+        """Return new events, at most _CHUNK_BYTES of them, and whether the log is read from its beginning again."""
         lines, restarted = self._new_lines()
         return [read_event(line) for line in lines], restarted
 
@@ -246,7 +247,7 @@ def _warn_once(path: Path, line: bytes) -> None:
 
 
 def read_events(run_folder: Path) -> list[Event]:
-    """All events of a run so far."""
+    """Return all events of a run so far."""
     reader = EventReader(run_folder)
     events: list[Event] = []
     while True:
@@ -274,7 +275,8 @@ LastNumbers = dict[int, LastNumber]
 
 
 def follow_numbers(log: Sequence[Line], later: Sequence[Line] = ()) -> list[Line]:
-    """The events of a log, each under the last number of its worker. `later`: `renumbered` events after these."""
+    """Return the events of a log, each under the last number of its worker. `later` are `renumbered` events after
+    these."""
     followed = list(log)
     numbers = LastNumbers()
     for event in reversed(later):
@@ -302,7 +304,7 @@ def _go_back_before(renumbered: Line, numbers: LastNumbers) -> None:
 
 
 def _with_last_numbers(event: Line, numbers: LastNumbers) -> Line:
-    """The event with the last numbers, wherever it names a worker of this log."""
+    """Return the event with the last numbers, wherever it names a worker of this log."""
 
     def last(number: Any) -> Any:
         return numbers[number].number if isinstance(number, int) and number in numbers else number

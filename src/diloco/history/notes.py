@@ -115,8 +115,8 @@ class RunNotes:
         return self.notes[-1] if self.notes else None
 
     def since(self, last: RunNote | None) -> list[RunNote]:
-        """The notes after `last` that the terminal shows on lines of their own. If the log was read anew, so that the
-        same note may be about another worker number, these are the notes with a later time."""
+        """Return the notes after `last` that the terminal shows on lines of their own. If the log was read anew, so
+        that the same note may be about another worker number, these are the notes with a later time."""
         after = self.notes
         if last is not None:
             place = next((at for at in range(len(self.notes), 0, -1) if self.notes[at - 1] == last), None)
@@ -205,7 +205,8 @@ class _MeanNotes:
 
 
 def reason_of(event: _Reasoned) -> str:
-    """The reason of an event, with a short form of each peer's id, which has 52 characters: the member is `it`."""
+    """Return the reason of an event, in which the member is `it` and another peer's id of 52 characters is
+    shortened."""
     reason = event.reason
     if isinstance(event, MemberReasonEvent) and event.peer:
         reason = reason.replace(event.peer, "it")
@@ -214,7 +215,7 @@ def reason_of(event: _Reasoned) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which a terminal would obey."""
+    """Return the text without control characters, which a terminal would obey."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )

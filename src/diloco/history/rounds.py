@@ -244,7 +244,7 @@ class RoundsHistory:
         self._worked = {}
 
     def until(self, time: float | None) -> list[RoundHistory]:
-        """The rounds with an outcome by then, in order; without those to which no worker brought any work."""
+        """Return the rounds with an outcome by then, in order; without those to which no worker brought any work."""
         known = [round_ for round_ in self.by_sequence.values() if round_.has_outcome]
         ended = [round_ for round_ in known if time is None or round_.time <= time]
         return sorted(ended, key=lambda round_: round_.sequence)
@@ -255,7 +255,7 @@ class RoundsHistory:
         return round_ is not None and round_.first_to_tell.get(event.failure is not None) == event.worker
 
     def last_merged(self) -> RoundHistory | None:
-        """The merged round with the highest number."""
+        """Return the merged round with the highest number."""
         return self.by_sequence[max(self.merged)] if self.merged else None
 
     def _part(self, event: RoundPostedEvent | RoundEndedEvent) -> WorkerRound:

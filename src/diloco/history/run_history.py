@@ -139,7 +139,7 @@ class RunHistory:
     """What the events of a run say together; `update` takes them in, in the order of the log."""
 
     def __init__(self, *, elastic: bool = False) -> None:
-        """`elastic`: a swarm's run, in which positions jump; also learnt from the events."""
+        """`elastic`: the run is a swarm's, in which positions jump; this is also learnt from the events."""
         self.elastic = elastic
         self.events = 0
         self.refused_events = 0
@@ -495,7 +495,7 @@ class LiveHistory:
         self._elastic = elastic
 
     def new_events(self) -> Iterator[Event]:
-        """Each event that was appended since the last call, after the history has taken it in."""
+        """Yield each event that was appended since the last call, after the history has taken it in."""
         while True:
             events, restarted = self.reader.read()
             if restarted:
@@ -515,7 +515,7 @@ class LiveHistory:
 
 
 def read_history(folder: Path) -> RunHistory:
-    """The history of a run folder so far."""
+    """Return the history of a run folder so far."""
     live = LiveHistory(folder)
     live.refresh()
     return live.history

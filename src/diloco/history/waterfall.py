@@ -37,7 +37,7 @@ class PhaseSpan:
 
 
 def round_spans(rounds: Sequence[RoundHistory], began: Mapping[int, Sequence[float]]) -> list[PhaseSpan]:
-    """The spans of all workers, each in the order of time; steps after the last round are in none.
+    """Return the spans of all workers, each in the order of time; inner steps after the last round are in none.
 
     `began`: when each worker of this machine began to take inner steps.
     """
@@ -76,7 +76,8 @@ class _Timeline:
         return self._spans
 
     def _ended(self, time: float, sequence: int, part: WorkerRound) -> None:
-        """The phases of the engine count from the post on; what of them is before the wait was beside inner steps."""
+        """Add the spans of a round that has ended. The engine's phases count from the post on: what of them is before
+        the wait was beside inner steps."""
         failed = part.failure is not None
         merge_start = time - part.seconds.get("merge", 0.0)
         self._until(merge_start - part.seconds.get("waited", 0.0), "compute", sequence)

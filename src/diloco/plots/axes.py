@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from diloco.plots.panels import PALETTE, Panel, Series, Values, printable
+from diloco.plots.panels import PALETTE, Panel, Series, Values, one_line
 
 Dashes = Literal["solid", "dashed", "dotted", "dashdot", "none"]
 _DASHES: tuple[Dashes, ...] = ("solid", "dashed", "dotted", "dashdot")
@@ -31,7 +31,7 @@ class Look:
 
 
 def looks_of(panels: Sequence[Panel]) -> dict[str, Look]:
-    """The look of each label: the first one that no other label has which is in a panel with it."""
+    """Return the look of each label: the first one that no other label has which is in a panel with it."""
     every = [Look(color, dashes) for dashes in _DASHES for color in PALETTE]
     beside: dict[str, set[str]] = {}
     for panel in panels:
@@ -49,9 +49,9 @@ def looks_of(panels: Sequence[Panel]) -> dict[str, Look]:
 
 
 def draw_panel(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
-    axes.set_title(printable(panel.title))
-    axes.set_xlabel(printable(panel.x_label))
-    axes.set_ylabel(printable(panel.y_label))
+    axes.set_title(one_line(panel.title))
+    axes.set_xlabel(one_line(panel.x_label))
+    axes.set_ylabel(one_line(panel.y_label))
     {"line": _draw_lines, "scatter": _draw_lines, "bar": _draw_bars, "spans": _draw_spans}[panel.kind](
         axes, panel, looks
     )
@@ -79,7 +79,7 @@ def _has_values(series: Series) -> bool:
 
 
 def _numbers(values: Values, above_zero: bool = False) -> np.ndarray:
-    """The values, with nan for gaps and for what a logarithmic axis cannot show."""
+    """Return the values, with nan for gaps and for what a logarithmic axis cannot show."""
     numbers = np.array([math.nan if value is None else float(value) for value in values], dtype=float)
     numbers[~np.isfinite(numbers)] = math.nan
     if above_zero:
@@ -125,7 +125,7 @@ def _marker(series: Series, panel: Panel, lone: bool) -> str | None:
 
 
 def _draw_bars(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
-    """Grouped by name, with the series of a group beside each other."""
+    """Draw bars grouped by name, with the series of a group beside each other."""
     if panel.y_log:
         axes.set_yscale("log")
     groups = _groups(panel)
@@ -143,7 +143,7 @@ def _draw_bars(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
         style = {"elinewidth": 0.8, "capsize": 2, "ecolor": "#222222"}
         axes.bar(x, y, width * 0.92, color=looks[series.label].color, yerr=errors, error_kw=style)
     long = sum(map(len, names)) > 36
-    axes.set_xticks(range(len(names)), [printable(name) for name in names])
+    axes.set_xticks(range(len(names)), [one_line(name) for name in names])
     if long:
         axes.tick_params(axis="x", labelrotation=30)
         for label in axes.get_xticklabels():
@@ -153,7 +153,7 @@ def _draw_bars(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
 
 
 def _groups(panel: Panel) -> dict[str, list[int]]:
-    """The names below the bars, and which series have a bar there."""
+    """Return the names below the bars, and which series have a bar there."""
     groups: dict[str, list[int]] = {}
     for number, series in enumerate(panel.series):
         for name in dict.fromkeys(map(str, series.x)):
@@ -162,7 +162,7 @@ def _groups(panel: Panel) -> dict[str, list[int]]:
 
 
 def _draw_spans(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
-    """A row of coloured bars for each name in `rows`, the first at the top."""
+    """Draw a row of coloured bars for each name in `rows`, the first at the top."""
     for series in panel.series:
         start, end = _numbers(series.x), _numbers(series.until or ())  # type: ignore[arg-type]
         row = _numbers(series.y)
@@ -171,7 +171,7 @@ def _draw_spans(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
             row[known], (end - start)[known], 0.72, left=start[known], color=looks[series.label].color, linewidth=0
         )
     axes.set_ylim(len(panel.rows) - 0.4, -0.6)
-    axes.set_yticks(range(len(panel.rows)), [printable(name) for name in panel.rows])
+    axes.set_yticks(range(len(panel.rows)), [one_line(name) for name in panel.rows])
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.01)
 
@@ -192,7 +192,8 @@ def _number_axis(axis: Axis, logarithmic: bool) -> None:
 
 
 def add_legends(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel], looks: dict[str, Look]) -> None:
-    """One below the figure if all panels show the same things, else one below each panel: never over the data."""
+    """Add one legend below the figure if all panels show the same things, else one below each panel: never over the
+    data."""
     entries = [_entries(panel) for panel in panels]
     named = [names for names in entries if names]
     if len(panels) > 1 and len(named) > 1 and all(names.keys() == named[0].keys() for names in named[1:]):
@@ -216,7 +217,7 @@ def add_legends(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel], l
 
 
 def _entries(panel: Panel) -> dict[str, Series]:
-    """The series of a legend by their label; none for single bars, which have their names below them."""
+    """Return the series of a legend by their label; none for single bars, which have their names below them."""
     if panel.kind == "bar" and all(len(series) == 1 for series in _groups(panel).values()):
         return {}
     return {series.label: series for series in reversed(panel.series) if not series.faint and series.label}
@@ -233,7 +234,7 @@ def _handles(panel: Panel, names: dict[str, Series], looks: dict[str, Look]) -> 
     handles: list[Line2D | Patch] = []
     for series in ordered[:_MOST_NAMES]:
         look = looks[series.label]
-        label = printable(series.label, _LONG_NAME)
+        label = one_line(series.label, _LONG_NAME)
         if label.startswith("_"):
             label = " " + label  # matplotlib leaves out what begins with an underscore
         if panel.kind in ("bar", "spans"):
@@ -250,7 +251,7 @@ def _handles(panel: Panel, names: dict[str, Series], looks: dict[str, Look]) -> 
 
 
 def shown_number(value: float) -> str:
-    """The number as on an axis: 0.25, 1500, 20k, 1.5M, 3G."""
+    """Return the number as on an axis: 0.25, 1500, 20k, 1.5M, 3G."""
     if not math.isfinite(value):
         return ""
     size = abs(value)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.atomic_files import write_file
 from diloco.errors import ConfigError, install_hint
-from diloco.plots.panels import Panel, printable
+from diloco.plots.panels import Panel, one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +90,7 @@ def check_path(path: Path) -> None:
 
 
 def draw(panels: Sequence[Panel], columns: int = 2, title: str = "") -> "Figure":
-    """The panels beside and below each other, `columns` in a row, each as wide as the column of a paper.
+    """Draw the panels beside and below each other, `columns` in a row, each as wide as the column of a paper.
 
     A panel of spans is as wide as the figure.
     """
@@ -119,7 +119,7 @@ def draw(panels: Sequence[Panel], columns: int = 2, title: str = "") -> "Figure"
                 draw_panel(axes[-1], panel, looks)
         add_legends(figure, axes, panels, looks)
         if title:
-            figure.suptitle(printable(title), fontsize=10, x=0.01, ha="left")
+            figure.suptitle(one_line(title), fontsize=10, x=0.01, ha="left")
         layout = figure.get_layout_engine()
         assert layout is not None
         for _ in range(2):  # the layout depends on the style; its second pass knows the sizes of the first
@@ -129,7 +129,7 @@ def draw(panels: Sequence[Panel], columns: int = 2, title: str = "") -> "Figure"
 
 
 def _lines(panels: Sequence[Panel], columns: int) -> list[list[Panel]]:
-    """The panels of each row of the figure."""
+    """Return the panels of each row of the figure."""
     lines: list[list[Panel]] = []
     for panel in panels:
         full = not lines or len(lines[-1]) == columns or "spans" in (panel.kind, lines[-1][-1].kind)
@@ -145,17 +145,17 @@ def _height(panel: Panel) -> float:
 
 
 def as_svg(figure: "Figure") -> str:
-    """The figure as SVG that needs nothing else: text as outlines, no date, the same bytes every time."""
+    """Return the figure as SVG that needs nothing else: text as outlines, no date, the same bytes every time."""
     return _rendered(figure, "svg").decode()
 
 
 def as_html(figure: "Figure", title: str) -> str:
-    """A page with the figure inside: no script, nothing to load."""
+    """Return a page with the figure inside: no script, nothing to load."""
     drawing = as_svg(figure)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(printable(title))}</title>\n"
+        f"<title>{escape(one_line(title))}</title>\n"
         "<style>body { margin: 1rem; background: #fff; } svg { max-width: 100%; height: auto; }</style>\n"
         f"</head>\n<body>\n{drawing[drawing.index('<svg') :]}</body>\n</html>\n"
     )
@@ -184,7 +184,7 @@ def _rendered(figure: "Figure", kind: str) -> bytes:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """matplotlib with our style, and without a warning for each letter that its font lacks."""
+    """Use matplotlib with our style, and without a warning for each letter that its font lacks."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():

@@ -49,8 +49,8 @@ class Panel:
     """Where the x axis has its ticks, such as at the values that were measured (default: at round numbers)."""
 
 
-def printable(text: str, longest: int = 120) -> str:
-    """The text on one line, without control characters; a long text keeps its beginning and its end."""
+def one_line(text: str, longest: int = 120) -> str:
+    """Return the text on one line, without control characters; a long text keeps its beginning and its end."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     if len(text) > longest:
         half = (longest - 1) // 2

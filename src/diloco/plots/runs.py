@@ -4,7 +4,7 @@ import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -79,7 +79,7 @@ class PlottedRun:
 
 
 def read_run(folder: Path, name: str) -> PlottedRun:
-    """Raises ConfigError for a folder that is no run, or has nothing to plot."""
+    """Read the history of a run folder; raise ConfigError for a folder that is no run, or has nothing to plot."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a run folder: there is no such folder")
     if not (folder / EVENTS_FILE).is_file():
@@ -104,25 +104,27 @@ def read_run(folder: Path, name: str) -> PlottedRun:
 def panels_of(
     runs: Sequence[PlottedRun], names: Sequence[str] | None = None, *, smooth: int = 1, rounds: int = 6
 ) -> list[Panel]:
-    """`names`: of PANELS; None: all that these runs have something for.
+    """Return the panels with these names of PANELS; None: all that these runs have something for.
 
     `smooth`: the mean of so many logged steps. `rounds`: how many of the last ones a waterfall shows.
     """
     for name in names or ():
         if name not in PANELS:
             raise ConfigError(f"there is no panel {name!r}: choose of {', '.join(PANELS)}")
-        if name in _OF_ROUNDS and not any(run.rounds for run in runs):
+        if name in _PANELS_OF_ROUNDS and not any(run.rounds for run in runs):
             which = ", ".join(run.name for run in runs)
             raise ConfigError(
                 f"the panel {name!r} shows rounds, and {which} has none yet (a data-parallel run has none)"
             )
-    asked = _Asked(runs, smooth, rounds)
-    drawn = [PANELS[name](asked) for name in (PANELS if names is None else names)]
+    request = _Request(runs, smooth, rounds)
+    drawn = [PANELS[name](request) for name in (PANELS if names is None else names)]
     return [panel for several in drawn for panel in several if names is not None or panel.series]
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
+    """The runs to draw, and the options of `diloco plot` that panels follow."""
+
     runs: Sequence[PlottedRun]
     smooth: int
     rounds: int
@@ -133,34 +135,34 @@ class _Asked:
 
 def _loss_over(
     name: str, label: str, x_of: Callable[[LoggedStep], float], total: Callable[[Sequence[float]], float]
-) -> Callable[[_Asked], list[Panel]]:
-    """The mean loss of the workers over something that grows with the steps; `total` is of the workers' values."""
+) -> Callable[[_Request], list[Panel]]:
+    """Return what makes the panel of the mean loss of the workers over something that grows with the steps; `total` is
+    of the workers' values."""
 
-    def panel(asked: _Asked) -> list[Panel]:
+    def panel(request: _Request) -> list[Panel]:
         series = []
-        is_single = len(asked.runs) == 1
-        for run, color in asked.colors():
+        is_single = len(request.runs) == 1
+        for run, color in request.colors():
             rows = _by_step(run.steps, lambda row: (x_of(row), row.loss))
             steps = list(rows)
             x = [total([value for value, _ in row]) for row in rows.values()]
             losses = [[loss for _, loss in row] for row in rows.values()]
-            label_ = "training" if is_single else run.name
-            series += _lines(label_, x, losses, color, asked.smooth)
+            name_of_line = "training" if is_single else run.name
+            series += _lines(name_of_line, x, losses, color, request.smooth)
             points = [
-                (where, loss)
+                (place, loss)
                 for step, loss in run.validations.items()
-                if (where := _between(step, steps, x, name != "bytes")) is not None
+                if (place := _between(step, steps, x, name != "bytes")) is not None
             ]
             if points:
-                told = "validation" if is_single else f"{run.name}, validation"
-                at, losses_there = zip(*points, strict=True)
-                series.append(
-                    Series(told, at, losses_there, color=_darker(color), marker=_marker(points), line="dashed")
-                )
+                name_of_points = "validation" if is_single else f"{run.name}, validation"
+                validated_at, validation_losses = zip(*points, strict=True)
+                dots = Series(name_of_points, validated_at, validation_losses, color=_darker(color), line="dashed")
+                series.append(replace(dots, marker=_marker(points)))
         reached = [[x for x in curve.x if isinstance(x, int | float) and x > 0] for curve in series]
         ends = [max(values) for values in reached if values]
-        far = name == "bytes" and bool(ends) and max(ends) > _FAR_APART * min(ends)
-        return [Panel(f"Loss over {name}", label, "loss", series, x_log=far)]
+        far_apart = name == "bytes" and bool(ends) and max(ends) > _FAR_APART * min(ends)
+        return [Panel(f"Loss over {name}", label, "loss", series, x_log=far_apart)]
 
     return panel
 
@@ -175,12 +177,13 @@ def _between(step: int, steps: Sequence[int], x: Sequence[float], even: bool) ->
         return x[after] if after < len(steps) else None
     if not even:
         return x[after] if step else 0.0
-    before, from_ = (steps[after - 1], x[after - 1]) if after else (0, 0.0)
-    return from_ + (x[after] - from_) * (step - before) / (steps[after] - before)
+    step_before = steps[after - 1] if after else 0
+    x_before = x[after - 1] if after else 0.0
+    return x_before + (x[after] - x_before) * (step - step_before) / (steps[after] - step_before)
 
 
 def _by_step(logged: Iterable[LoggedStep], value: Callable[[LoggedStep], Any]) -> dict[int, list[Any]]:
-    """The values of all workers at each step, in the order of steps."""
+    """Return the values of all workers at each step, in the order of steps."""
     rows: dict[int, list[Any]] = {}
     for row in logged:
         rows.setdefault(row.step, []).append(value(row))
@@ -188,7 +191,7 @@ def _by_step(logged: Iterable[LoggedStep], value: Callable[[LoggedStep], Any]) -
 
 
 def _rounds_by_step(rounds: Iterable[RoundHistory]) -> dict[int, list[RoundHistory]]:
-    """The rounds at each step, in the order of steps: with fragments there may be several."""
+    """Return the rounds at each step, in the order of steps: with fragments there may be several."""
     rows: dict[int, list[RoundHistory]] = {}
     for round_ in rounds:
         rows.setdefault(round_.step, []).append(round_)
@@ -198,7 +201,7 @@ def _rounds_by_step(rounds: Iterable[RoundHistory]) -> dict[int, list[RoundHisto
 def _lines(
     label: str, x: Sequence[float], values: Sequence[Sequence[float]], color: str, smooth: int = 1, **how: Any
 ) -> list[Series]:
-    """A line through the means, in a band from the smallest to the largest of the workers; smoothed if asked."""
+    """Return a line through the means, in a band from the smallest to the largest of the workers; smoothed if asked."""
     rows = [[value for value in row if math.isfinite(value)] for row in values]
     means = [statistics.fmean(row) if row else None for row in rows]
     low = [min(row, default=None) for row in rows]
@@ -218,7 +221,8 @@ def _band(
     several: bool,
     **how: Any,
 ) -> list[Series]:
-    """The same of what is known already; `several`: there was more than one value at a place."""
+    """Return a line through `means` in a band from `low` to `high`; `several`: there was more than one value at a
+    place."""
     several = several or len(means) > _MOST_POINTS
     x, means, low, high = _thinned(x, means, low, high)
     if smooth <= 1:
@@ -244,7 +248,7 @@ def _thinned(x: Sequence[float], mean: Values, low: Values, high: Values) -> tup
 
 
 def _smoothed(values: Values, count: int) -> list[float | None]:
-    """The mean of the last `count` values; a gap stays a gap."""
+    """Return the mean of the last `count` values; a gap stays a gap."""
     smoothed: list[float | None] = []
     window: list[float] = []
     for value in values:
@@ -257,36 +261,43 @@ def _smoothed(values: Values, count: int) -> list[float | None]:
 
 
 def _marker(points: Sized) -> Literal["o", ""]:
-    """Points that would touch each other are a line."""
+    """Return a dot for points that do not touch each other; many points are a line."""
     return "o" if len(points) <= 40 else ""
 
 
 def _darker(color: str) -> str:
-    """A darker colour, for the points of the validation beside the line of the training loss."""
+    """Return a darker colour, for the points of the validation beside the line of the training loss."""
     return "#" + "".join(f"{int(int(color[at : at + 2], 16) * 0.55):02x}" for at in (1, 3, 5))
 
 
-def _seconds(asked: _Asked) -> list[Panel]:
-    times = [row.elapsed_seconds for run in asked.runs for row in run.steps]
+def _seconds(request: _Request) -> list[Panel]:
+    times = [row.elapsed_seconds for run in request.runs for row in run.steps]
     longest = max((seconds for seconds in times if math.isfinite(seconds)), default=0.0)
-    unit, name = (3600.0, "hours") if longest > 3 * 3600 else (60.0, "minutes") if longest > 300 else (1.0, "seconds")
-    return _loss_over("time", f"{name} of training", lambda row: row.elapsed_seconds / unit, max)(asked)
+    unit = 1.0
+    name = "seconds"
+    if longest > 3 * 3600:
+        unit = 3600.0
+        name = "hours"
+    elif longest > 300:
+        unit = 60.0
+        name = "minutes"
+    return _loss_over("time", f"{name} of training", lambda row: row.elapsed_seconds / unit, max)(request)
 
 
-def _utilization(asked: _Asked) -> list[Panel]:
+def _utilization(request: _Request) -> list[Panel]:
     def share(row: LoggedStep) -> float:
         return 100 * (1 - row.sync_seconds / row.elapsed_seconds) if row.elapsed_seconds > 0 else math.nan
 
     series: list[Series] = []
-    for run, color in asked.colors():
+    for run, color in request.colors():
         rows = _by_step(run.steps, share)
         series += _lines(run.name, list(rows), list(rows.values()), color)
     return [Panel("Compute utilisation", "inner step", "% of time, without rounds", series)]
 
 
-def _cosines(asked: _Asked) -> list[Panel]:
+def _cosines(request: _Request) -> list[Panel]:
     series: list[Series] = []
-    for run, color in asked.colors():
+    for run, color in request.colors():
         compared = [round_ for round_ in run.rounds if round_.pairs]
         first = {step: rounds[0] for step, rounds in _rounds_by_step(compared).items()}
         if first:
@@ -304,10 +315,10 @@ def _cosines(asked: _Asked) -> list[Panel]:
     return [Panel("Cosine of the workers' outer gradients", "inner step", "cosine, all pairs", series)]
 
 
-def _norms(asked: _Asked) -> list[Panel]:
+def _norms(request: _Request) -> list[Panel]:
     series: list[Series] = []
-    alone = len(asked.runs) == 1
-    for run, color in asked.colors():
+    alone = len(request.runs) == 1
+    for run, color in request.colors():
         rows = _rounds_by_step(run.rounds)
         if not rows:
             continue
@@ -323,18 +334,18 @@ def _norms(asked: _Asked) -> list[Panel]:
     return [Panel("Norm of the outer gradients", "inner step", "norm", series)]
 
 
-def _statistics(asked: _Asked) -> list[Panel]:
-    """A panel for each statistic of the rounds that has none of its own."""
+def _statistics(request: _Request) -> list[Panel]:
+    """Return a panel for each statistic of the rounds that has none of its own."""
     return [
-        Panel(statistic.meaning, "inner step", statistic.unit, _statistic_lines(asked, name))
+        Panel(statistic.meaning, "inner step", statistic.unit, _statistic_lines(request, name))
         for name, statistic in ROUND_STATISTICS.items()
-        if name not in _IN_OTHER_PANELS
+        if name not in _STATISTICS_IN_OTHER_PANELS
     ]
 
 
-def _statistic_lines(asked: _Asked, name: str) -> list[Series]:
+def _statistic_lines(request: _Request, name: str) -> list[Series]:
     series: list[Series] = []
-    for run, color in asked.colors():
+    for run, color in request.colors():
         rows = _rounds_by_step(round_ for round_ in run.rounds if round_.statistics[name] is not None)
         values = [[_or_nan(round_.statistics[name]) for round_ in rounds] for rounds in rows.values()]
         if rows:
@@ -347,18 +358,18 @@ def _or_nan(value: float | None) -> float:
 
 
 def _norms_here(round_: RoundHistory) -> list[float]:
-    """The norms of this machine's workers, which have told the end of the round."""
+    """Return the norms of this machine's workers, which have told the end of the round."""
     parts = [part for part in round_.workers.values() if not part.elsewhere and part.ended is not None]
     return [math.nan if part.norm is None else part.norm for part in parts]
 
 
-def _waterfalls(asked: _Asked) -> list[Panel]:
-    """A panel for each run: what its workers did in the last rounds."""
+def _waterfalls(request: _Request) -> list[Panel]:
+    """Return a panel for each run: what its workers did in the last rounds."""
     panels = []
-    for run in asked.runs:
+    for run in request.runs:
         if not run.rounds:
             continue
-        last = [round_.sequence for round_ in run.rounds][-asked.rounds :]
+        last = [round_.sequence for round_ in run.rounds][-request.rounds :]
         spans = [span for span in run.history.spans() if span.sequence in last]
         if not spans:
             continue
@@ -371,7 +382,7 @@ def _waterfalls(asked: _Asked) -> list[Panel]:
         series.append(_span_series("failed round", [span for span in spans if span.failed], workers, start))
         series = [row for row in series if row.x]
         title = f"Rounds {last[0]} to {last[-1]}" if len(last) > 1 else f"Round {last[0]}"
-        if len(asked.runs) > 1:
+        if len(request.runs) > 1:
             title = f"{title} of {run.name}"
         panels.append(
             Panel(title, "seconds", "", series, kind="spans", rows=[f"worker {worker}" for worker in workers])
@@ -386,7 +397,7 @@ def _span_series(label: str, spans: Sequence[PhaseSpan], workers: Sequence[int],
     return Series(label, begins, rows, until=ends, color=_SPAN_COLORS[label])
 
 
-PANELS: dict[str, Callable[[_Asked], list[Panel]]] = {
+PANELS: dict[str, Callable[[_Request], list[Panel]]] = {
     "steps": _loss_over("steps", "inner step", lambda row: float(row.step), max),
     "tokens": _loss_over("tokens", "tokens of these workers", lambda row: row.tokens, sum),
     "bytes": _loss_over("bytes", "bytes sent by a worker", lambda row: row.bytes_sent, max),
@@ -398,5 +409,5 @@ PANELS: dict[str, Callable[[_Asked], list[Panel]]] = {
     "statistics": _statistics,
 }
 """The makers of panels by name, in the order of a figure with all of them."""
-_OF_ROUNDS = ("rounds", "cosines", "norms", "statistics")
-_IN_OTHER_PANELS = ("similarity", "mean_norm")
+_PANELS_OF_ROUNDS = ("rounds", "cosines", "norms", "statistics")
+_STATISTICS_IN_OTHER_PANELS = ("similarity", "mean_norm")

@@ -45,11 +45,11 @@ class Sink(ABC):
 
     @abstractmethod
     def rewind(self, worker: int | None, step: int) -> None:
-        """A worker has gone back to `step`: its later points are void."""
+        """Make the later points of a worker void: it has gone back to `step`."""
 
     @abstractmethod
     def finish(self, summary: Mapping[str, object]) -> None:
-        """The run has ended with this summary."""
+        """Write the summary of a run that has ended."""
 
     @abstractmethod
     def flush(self) -> None:

@@ -33,14 +33,14 @@ from diloco.training.records.summary import SUMMARY_FILE
 
 STATE_FILE = "state.json"
 logger = logging.getLogger(__name__)
-_OF_STEP = ("loss", "learning_rate", "gradient_norm", "tokens", "bytes_sent")
-_OF_WORKER_IN_ROUND = (
+_STEP_NUMBERS = ("loss", "learning_rate", "gradient_norm", "tokens", "bytes_sent")
+_WORKER_NUMBERS_OF_A_ROUND = (
     *(name for name, statistic in ROUND_STATISTICS.items() if statistic.of_each_worker),
     "norm",
     "waited_seconds",
     "bytes_sent",
 )
-_OF_ROUND = tuple(name for name, statistic in ROUND_STATISTICS.items() if not statistic.of_each_worker)
+_NUMBERS_OF_A_ROUND = tuple(name for name, statistic in ROUND_STATISTICS.items() if not statistic.of_each_worker)
 _Number = tuple[str, Any, int, int | None]  # name, value, step, worker
 
 
@@ -61,7 +61,7 @@ def sink_folder(run: Path, name: str) -> Path:
 
 
 def read_state(run: Path, name: str) -> SinkState:
-    """The state as last saved; a new one if it cannot be read."""
+    """Return the state as last saved; a new one if it cannot be read."""
     try:
         return SinkState(**json.loads((sink_folder(run, name) / STATE_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -128,7 +128,7 @@ class Follower:
                 self._attempt(lambda: self.sink.write(points), 1)
 
     def _note_start(self, worker: int) -> None:
-        """A worker that starts a second time marks a new start of the run: all workers may go back."""
+        """Note that a worker has started. A second time marks a new start of the run: all workers may go back."""
         again = worker in self._started
         self._started = {worker} if again else self._started | {worker}
         self._restarted |= set(self._reached) if again else {worker} & set(self._reached)
@@ -172,14 +172,14 @@ def open_follower(run: Path, name: str, kind: type[Sink]) -> Iterator[Follower]:
 
 
 def points_of(event: Event, history: RunHistory) -> list[Point]:
-    """The numbers that an event brings, after the history has taken it in; what is not a number is left out."""
+    """Return the numbers that an event brings, after the history has taken it in; what is not a number is left out."""
     numbers: Iterator[_Number] = iter(())
     if isinstance(event, StepEvent):
-        numbers = _of_step(event, history)
+        numbers = _step_numbers(event, history)
     elif isinstance(event, RoundEndedEvent) and (event.mean_norm is not None or event.failure is not None):
-        numbers = _of_round(event, history)  # without either it is a round without work, as at the end of a run
+        numbers = _round_numbers(event, history)  # without either it is a round without work, as at the end of a run
     elif isinstance(event, ValidationEvent):
-        numbers = _of_validation(event)
+        numbers = _validation_numbers(event)
     return [
         Point(name, float(value), step, event.time, worker)
         for name, value, step, worker in numbers
@@ -187,20 +187,20 @@ def points_of(event: Event, history: RunHistory) -> list[Point]:
     ]
 
 
-def _of_step(event: StepEvent, history: RunHistory) -> Iterator[_Number]:
-    for name in _OF_STEP:
+def _step_numbers(event: StepEvent, history: RunHistory) -> Iterator[_Number]:
+    for name in _STEP_NUMBERS:
         yield f"train/{name}", getattr(event, name), event.step, event.worker
     speed = history.workers[event.worker].progress.tokens_per_second
     yield "train/tokens_per_second", speed or None, event.step, event.worker
 
 
-def _of_round(event: RoundEndedEvent, history: RunHistory) -> Iterator[_Number]:
+def _round_numbers(event: RoundEndedEvent, history: RunHistory) -> Iterator[_Number]:
     step = event.step
-    for name in _OF_WORKER_IN_ROUND:
+    for name in _WORKER_NUMBERS_OF_A_ROUND:
         yield f"round/{name}", getattr(event, name), step, event.worker
     if not history.rounds.was_first_to_tell(event):
         return
-    for name in _OF_ROUND:
+    for name in _NUMBERS_OF_A_ROUND:
         yield f"round/{name}", getattr(event, name), step, None
     yield "round/contributors", len(event.contributors), step, None
     yield "round/failed", len(history.rounds.failed), step, None
@@ -212,6 +212,6 @@ def _of_round(event: RoundEndedEvent, history: RunHistory) -> Iterator[_Number]:
                 yield f"train/{name}", getattr(report, name), report.inner_steps, member.worker
 
 
-def _of_validation(event: ValidationEvent) -> Iterator[_Number]:
+def _validation_numbers(event: ValidationEvent) -> Iterator[_Number]:
     for name in ("loss", "perplexity"):
         yield f"validation/{name}", getattr(event, name), event.step, None

@@ -70,7 +70,7 @@ class TensorBoardSink(Sink):
 
 
 def _table(tag: str, rows: Mapping[str, object]) -> Any:
-    """A Markdown table for TensorBoard's text view."""
+    """Return a Markdown table for TensorBoard's text view."""
     from tensorboard.plugins.text.summary_v2 import text_pb
 
     lines = [f"| {key} | {str(value).replace('|', '&#124;')} |" for key, value in rows.items()]

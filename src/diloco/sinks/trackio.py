@@ -35,10 +35,10 @@ class TrackioSink(Sink):
             self._session.log(row, step=step)
 
     def rewind(self, worker: int | None, step: int) -> None:
-        """Nothing: steps may go back; both passes stay in the record."""
+        """Do nothing: steps may go back; both passes stay in the record."""
 
     def flush(self) -> None:
-        """Nothing: trackio sends by itself."""
+        """Do nothing: trackio sends by itself."""
 
     def finish(self, summary: Mapping[str, object]) -> None:
         steps = summary.get("inner_steps")

@@ -49,10 +49,10 @@ class WandbSink(Sink):
             self._session.log(row)
 
     def rewind(self, worker: int | None, step: int) -> None:
-        """Nothing: our own step axis may go back."""
+        """Do nothing: our own step axis may go back."""
 
     def flush(self) -> None:
-        """Nothing: wandb sends by itself."""
+        """Do nothing: wandb sends by itself."""
 
     def finish(self, summary: Mapping[str, object]) -> None:
         self._session.summary.update(dict(summary))

@@ -88,7 +88,7 @@ class Precision:
             local[0].fill_(float("inf"))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, or none if the gradients were not finite (DiLoCo counts skipped steps)."""
+        """Take the optimizer's step, or none if the gradients were not finite (DiLoCo counts skipped steps)."""
         if self._scaler is None:
             optimizer.step()
         else:
@@ -104,13 +104,13 @@ class Precision:
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignored if the run is resumed in another precision: the loss scale then starts at its default."""
+        """Load the loss scale, unless the run is resumed in another precision: it then starts at its default."""
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
 
 
 def _local(tensor: Any) -> Tensor:
-    """This rank's part of a gradient that is spread over a worker's ranks."""
+    """Return this rank's part of a gradient that is spread over a worker's ranks."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
@@ -184,7 +184,7 @@ class PlacedModel:
         return self.model.loss(tokens, targets, learnt)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Around forward and backward: gradients travel with the last one only."""
+        """Return the context of forward and backward: gradients travel with the last one only."""
         return nullcontext()
 
     def whole(self) -> LanguageModel | None:

@@ -36,7 +36,8 @@ def feature_model(folder: Path, device: torch.device | str = "cpu") -> FeatureMo
 
     @torch.no_grad()
     def features(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """[n, T] tokens, −1 after the end -> [n, D]. The model is causal: the padding changes nothing before it."""
+        """Map [n, T] tokens, −1 after the end, to [n, D]. The model is causal: the padding changes nothing before
+        it."""
         parts: list[NDArray[np.float32]] = []
         for start in range(0, len(tokens), AT_ONCE):
             part = torch.from_numpy(tokens[start : start + AT_ONCE]).to(device)

@@ -69,7 +69,7 @@ class BothOptimizers(torch.optim.Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        """Both optimizers use the groups and the state of this one, so that a schedule sets both."""
+        """Let both optimizers use the groups and the state of this one, so that a schedule sets both."""
         first, second = self._both
         count = len(first.param_groups)
         first.param_groups = self.param_groups[:count]
@@ -91,7 +91,7 @@ class BothOptimizers(torch.optim.Optimizer):
 
 
 def learning_rate_schedule(inner: torch.optim.Optimizer, config: InnerConfig, steps: int) -> LambdaLR:
-    """Linear warm-up, then a cosine down to `final_lr_ratio` at the last step."""
+    """Return a linear warm-up, then a cosine down to `final_lr_ratio` at the last step."""
     return LambdaLR(inner, learning_rates(config, steps).factor)
 
 

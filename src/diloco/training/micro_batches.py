@@ -54,7 +54,7 @@ class MicroBatch(NamedTuple):
     def of(
         cls, windows: Tensor, device: torch.device, *, masked: bool = False, mean_tokens: float | None = None
     ) -> "MicroBatch":
-        """`windows`: (B, T + 1); `masked`: a token t that is not learnt is −1 − t."""
+        """Make a micro-batch of `windows` (B, T + 1). `masked`: a token t that is not learnt is −1 − t."""
         if not masked:
             windows = windows.to(device)
             return cls(windows[:, :-1], windows[:, 1:], windows[:, 1:].numel())
@@ -83,7 +83,8 @@ def _numbers(windows: Tensor) -> Tensor:
 def micro_batches(
     windows: Int64, ranks: WorkerRanks, parts: int, device: torch.device, *, masked: bool
 ) -> tuple[list[MicroBatch], int | None]:
-    """This rank's rows of a worker's windows in `parts`; and with a loss mask, the tokens that the worker learns."""
+    """Return this rank's rows of a worker's windows in `parts`, and with a loss mask the tokens that the worker
+    learns."""
     whole = torch.from_numpy(windows)
     own = whole.chunk(ranks.count)[ranks.rank]
     if not masked:

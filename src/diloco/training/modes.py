@@ -89,7 +89,7 @@ class Mode(ABC):
 
     @abstractmethod
     def request_stop(self) -> None:
-        """This worker wants to end before the last step."""
+        """Note that this worker wants to end before the last step."""
 
     @property
     @abstractmethod
@@ -168,7 +168,7 @@ class DiLoCoMode(Mode):
         self.optimizer.zero_grad()
 
     def before_clipping(self, learnt: int | None = None) -> None:
-        """Average gradients in a warm start; else a worker's are its own."""
+        """Average gradients in a warm start; later each worker keeps its own."""
         self.optimizer.average_gradients(_gradient_weight(learnt, self._by_tokens))
         self._precision.unscale(self.optimizer)
 
@@ -299,7 +299,7 @@ class DataParallel(Mode):
         self.average_gradients()
 
     def average_gradients(self) -> None:
-        """Every worker's gradient becomes the mean; without a mean it raises, since no worker may step alone."""
+        """Make every worker's gradient the mean; without a mean it raises, since no worker may step alone."""
         started = time.monotonic()
         try:
             result = self._round(self._gradients.contribution(self.weight, self._layout, self._report()))
@@ -363,7 +363,7 @@ class DataParallel(Mode):
         return nullcontext()
 
     def start_from_anchor(self) -> None:
-        """The parameters are the same on all workers; the counts are another worker's."""
+        """Count from 0 again: the parameters are the same on all workers, and the counts were another one's."""
         self.bytes_sent = 0
         self.sync_seconds = 0.0
 
@@ -373,11 +373,11 @@ class DataParallel(Mode):
         """Do nothing: no round is in flight between two steps."""
 
     def unsavable(self) -> str | None:
-        """A worker that stops does so after a step like any other, together with all."""
+        """Return None: a worker that stops does so after a step like any other, together with all."""
         return None
 
     def saved(self) -> tuple[dict[str, TensorPieces], Numbers]:
-        """Everything but the model and the inner optimizer."""
+        """Return what to save: everything but the model and the inner optimizer."""
         return {}, {name: getattr(self, name) for name in _COUNTERS} | {"report": asdict(self.report)}
 
     def memory_to_load(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:

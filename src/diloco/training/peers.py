@@ -24,25 +24,25 @@ class Peers(ABC):
     """How often this worker has taken over the others' state since it began."""
 
     def begin(self, *, joined: bool, stopped: Callable[[], bool]) -> None:
-        """Called before the first inner step. `joined`: this worker has the state of a run in progress."""
+        """Prepare for the first inner step. `joined`: this worker has the state of a run in progress."""
 
     def before_step(self) -> None:
-        """Called before each inner step."""
+        """Prepare for the next inner step."""
 
     def after_step(self, loss: float | None, tokens: int) -> None:
-        """Called after each inner step and its rounds."""
+        """Take in that an inner step and its rounds are over."""
 
     def list_members(self) -> None:
         """Write the members to the event log, now and then."""
 
     def after_post(self, sequence: int) -> None:
-        """Called after a contribution was posted."""
+        """Take in that a contribution was posted."""
 
     def after_round(self, event: RoundEvent) -> None:
-        """Called after a round was merged or has failed."""
+        """Take in that a round was merged or has failed."""
 
     def restart(self) -> None:
-        """The state that was loaded is another worker's: its steps are not this one's."""
+        """Forget what was loaded of steps: the state is another worker's."""
 
     def tokens_by_worker(self) -> dict[str, int] | None:
         """Return the tokens of every worker of a swarm that are in the run, for the summary."""

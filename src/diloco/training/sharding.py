@@ -57,7 +57,8 @@ class ShardedModel(PlacedModel):
 def shard(
     model: nn.Module, ranks: WorkerRanks, device: torch.device, policy: "MixedPrecisionPolicy | None" = None
 ) -> None:
-    """FSDP2 over a worker's ranks: every item of a list of modules (a block) by itself, then what is left."""
+    """Shard a model by FSDP2 over a worker's ranks: every item of a list of modules (a block) by itself, then what is
+    left."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = ranks.mesh(device.type)

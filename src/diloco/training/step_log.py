@@ -19,7 +19,7 @@ from diloco.training.validation import Evaluator
 
 
 class StepLog:
-    """`loss`: of the last inner step that was logged."""
+    """Counts one worker's tokens and seconds, and writes the events of its steps."""
 
     def __init__(
         self,
@@ -37,22 +37,23 @@ class StepLog:
         self._ranks = ranks
         self._events = events
         self.loss: float | None = None
+        """The loss of the last inner step that was logged."""
         self._joined_at = 0  # steps of an earlier worker that count as none of this one's
         self._seconds_before = 0.0  # of earlier starts
         self._started = time.monotonic()
-        self._logged = 0
-        self._first: float | None = None  # when the first step began, until it has ended
+        self._logged_step = 0
+        self._first_began: float | None = None  # when the first step began, until it has ended
 
     def begin(self, *, compiled: bool) -> None:
-        """Training begins now; evaluations before do not count."""
+        """Begin to count: evaluations before the first step are left out."""
         self._started = time.monotonic()
         self._evaluator.seconds = 0.0
-        self._logged = self._mode.averager.inner_steps
-        self._first = time.monotonic()
+        self._logged_step = self._mode.averager.inner_steps
+        self._first_began = time.monotonic()
         self._events.emit(StartingEvent(doing="compiling" if compiled else "first step"))
 
     def restart(self) -> None:
-        """The state that was loaded is another worker's: its steps and seconds are not this one's."""
+        """Count steps and seconds from here: those that were loaded are another worker's."""
         self._joined_at = self._mode.steps_taken
         self._seconds_before = 0.0
 
@@ -61,10 +62,10 @@ class StepLog:
         loss."""
         interval = self._config.training.log_interval
         last = self._config.steps
-        return step // interval > self._logged // interval or step >= last > self._logged
+        return step // interval > self._logged_step // interval or step >= last > self._logged_step
 
     def log(self, step: int, loss: Tensor, norm: Tensor | None, rate: float) -> None:
-        self._logged = step
+        self._logged_step = step
         state = self._mode.averager
         self.loss = self._ranks.sums(loss.item())[0] / self._ranks.count
         self._events.emit(
@@ -84,16 +85,16 @@ class StepLog:
 
     def step_taken(self) -> None:
         """Tell how long the first inner step took; called after every one."""
-        if self._first is not None:
-            self._events.emit(FirstStepEvent(seconds=time.monotonic() - self._first))
-            self._first = None
+        if self._first_began is not None:
+            self._events.emit(FirstStepEvent(seconds=time.monotonic() - self._first_began))
+            self._first_began = None
 
     def tokens(self, more_steps: int = 0) -> int:
-        """Tokens that this worker itself has trained on, and those of `more_steps` more."""
+        """Return the tokens that this worker itself has trained on, and those of `more_steps` more."""
         return (self._mode.steps_taken + more_steps - self._joined_at) * self._config.tokens_per_step
 
     def seconds(self) -> float:
-        """Training and rounds, without evaluations."""
+        """Return the seconds of training and rounds, without evaluations."""
         return self._seconds_before + time.monotonic() - self._started - self._evaluator.seconds
 
     def state_dict(self) -> dict[str, Any]:

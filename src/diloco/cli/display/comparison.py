@@ -42,7 +42,7 @@ class ComparedRun:
     """The dotted keys of its config.toml; empty if it has none."""
 
     def values(self, reference: "ComparedRun") -> dict[str, Any]:
-        """Everything that is compared, by name; None where it is not known or has no meaning."""
+        """Return everything that is compared, by name; None where it is not known or has no meaning."""
         summary = self.summary
         option = self.options.get
         diloco = summary["mode"] == "diloco"
@@ -87,7 +87,7 @@ class ComparedRun:
         }
 
     def _outer(self) -> dict[str, Any]:
-        """The numbers of the outer optimizer, with its defaults where the run file gives none."""
+        """Return the numbers of the outer optimizer, with its defaults where the run file gives none."""
         defaults = OUTER_NUMBERS.get(str(self.options.get("outer.optimizer")), {})
         return {name: self.options.get(f"outer.{name}", default) for name, default in defaults.items()}
 
@@ -98,12 +98,12 @@ def _validated_at_end(summary: Summary) -> bool:
 
 
 def default_reference(runs: Sequence[ComparedRun]) -> ComparedRun:
-    """The first data-parallel run, or else the first run."""
+    """Return the first data-parallel run, or else the first run."""
     return next((run for run in runs if run.summary["mode"] == "data-parallel"), runs[0])
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Each folder's name, with as many parents as it takes to tell it from the others."""
+    """Return each folder's name, with as many parents as it takes to tell it from the others."""
     parts = [folder.absolute().parts for folder in folders]
     names = []
     for mine in parts:
@@ -114,7 +114,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def tables(runs: Sequence[ComparedRun], reference: ComparedRun, width: int) -> list[Table]:
-    """Runs as columns. Names are folded, never cut; what does not fit beside each other comes below."""
+    """Return the runs as columns. Names are folded, never cut; what does not fit beside each other comes below."""
     titles = max(map(len, _ROWS))
     beside = max(1, (width - titles - 4) // (_NARROWEST + 3))
     values = [run.values(reference) for run in runs]
@@ -136,7 +136,8 @@ def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]], first: int) 
 
 
 def savings(run: ComparedRun, reference: ComparedRun) -> str:
-    """What DiLoCo saved and cost against data-parallel training, in a sentence; empty if the two cannot be compared."""
+    """Say in a sentence what DiLoCo saved and cost against data-parallel training; empty if the two cannot be
+    compared."""
     mine, theirs = run.values(reference), reference.values(reference)
     modes = (mine["mode"], theirs["mode"], mine["same_tokens"])
     if modes != ("diloco", "data-parallel", True) or not mine["gap_is_of_the_ends"]:
@@ -159,7 +160,7 @@ def as_json(runs: Sequence[ComparedRun], reference: ComparedRun) -> dict[str, An
 
 
 def as_csv(runs: Sequence[ComparedRun], reference: ComparedRun) -> str:
-    """A line for each run."""
+    """Return CSV with a line for each run."""
     rows = as_json(runs, reference)["runs"]
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
@@ -185,7 +186,7 @@ def _number(key: str, form: str) -> Cell:
 
 
 def _validation(key: str, form: str) -> Cell:
-    """A number of the last validation, with its step if that is not the run's last one."""
+    """Return the cell of a number of the last validation, with its step if that is not the run's last one."""
 
     def cell(values: Values) -> str:
         if values[key] is None:

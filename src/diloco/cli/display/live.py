@@ -119,7 +119,7 @@ class Display:
             self._print_line(view)
 
     def view(self) -> RunView:
-        """The run as it is now."""
+        """Return the run as it is now."""
         view = RunView(self.config, self._history)
         view.folder = self._folder
         view.stopping = self._stopping
@@ -138,7 +138,8 @@ class Display:
             self.console.print(f"preparing the data: {stage}", highlight=False)
 
     def follow(self, live: LiveHistory, *, resumed: bool = False) -> Callable[[], None]:
-        """A function to call several times a second during the run, each time after `live` was brought up to date.
+        """Return a function to call several times a second during the run, each time after `live` was brought up to
+        date.
 
         `resumed`: what `live` has by now is of earlier starts, whose notes are not repeated.
         """
@@ -157,7 +158,7 @@ class Display:
         return poll
 
     def with_stop_message(self, stop: Callable[[], None]) -> Callable[[], None]:
-        """`stop`, with a message on the screen at its first call."""
+        """Return `stop` with a message on the screen at its first call."""
 
         def announced() -> None:
             if not self._stopping:
@@ -224,7 +225,7 @@ def _doing(view: RunView) -> str:
 
 
 def render(view: RunView) -> RenderableType:
-    """The whole display."""
+    """Return the whole display."""
     more = [Text(line, style="yellow") for line in view.history.notes.lines[-_NOTES:]]
     if view.history.checkpoint_step:
         more.append(Text(f"checkpoint of step {view.history.checkpoint_step}", style="dim"))
@@ -282,7 +283,7 @@ def _workers(view: RunView) -> RenderableType:
 
 
 def _swarm(view: RunView) -> RenderableType:
-    """The members on other machines; the local ones are in the table above."""
+    """Return a table of the members on other machines; the local ones are in the table above."""
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in ("member", "where", "step", "behind", "loss", "last contribution", ""):
         table.add_column(name, justify="left" if name in ("member", "where", "") else "right")
@@ -295,7 +296,7 @@ def _swarm(view: RunView) -> RenderableType:
 
 
 def _listed(view: RunView) -> list[MemberFigures]:
-    """The members of the swarm's last list, and those that were in a round since."""
+    """Return the members of the swarm's last list, and those that were in a round since."""
     return [member for member in view.members if member.number in view.history.members.listed]
 
 

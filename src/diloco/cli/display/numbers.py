@@ -13,7 +13,7 @@ def megabytes(count: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """1:05, or 2:03:04 from an hour on."""
+    """Return seconds as 1:05, or as 2:03:04 from an hour on."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)

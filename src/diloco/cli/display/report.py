@@ -40,7 +40,7 @@ def print_report(console: Console, folder: Path, summary: Summary) -> None:
 
 
 def savings(summary: Summary) -> str:
-    """What DiLoCo saved and what it cost, in a sentence; empty for a run that failed. The cost in loss takes a
+    """Say in a sentence what DiLoCo saved and what it cost; empty for a run that failed. The cost in loss takes a
     data-parallel run to compare with."""
     reduction = summary["communication_reduction"]
     sent = summary["bytes_sent_per_worker"]
@@ -152,7 +152,8 @@ def _warm_start(summary: Summary) -> str:
 
 
 def _baseline(summary: Summary) -> str:
-    """Empty for a run that ended before its first round: it has averaged nothing that could be compared."""
+    """Return what data-parallel training sends; empty for a run that ended before its first round: it has averaged
+    nothing that could be compared."""
     if summary["mode"] != "diloco" or not summary["communication_reduction"] or not summary["rounds"]:
         return ""
     return (
@@ -162,7 +163,7 @@ def _baseline(summary: Summary) -> str:
 
 
 def _anchors(digests: list[str]) -> str:
-    """Empty if the run ended before its workers compared their anchors."""
+    """Return the digests of the anchors; empty if the run ended before its workers compared them."""
     if not any(digests):
         return ""
     if len(set(digests)) == 1:

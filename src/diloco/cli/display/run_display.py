@@ -93,7 +93,7 @@ class RunDisplay(Observer):
 
 
 def print_end(console: Console, ended: EndedRun) -> None:
-    """The report; raises the run's error if it has one."""
+    """Print the report; raise the run's error if it has one."""
     if ended.summary["inner_steps"]:
         print_report(console, ended.folder, ended.summary)
     else:
@@ -104,9 +104,9 @@ def print_end(console: Console, ended: EndedRun) -> None:
 
 
 def joining_hint(console: Console, config: RunConfig, live: LiveHistory) -> Callable[[], None]:
-    """A function to call several times a second. Once a worker of this machine is in the swarm it prints, one time, how
-    others can join; after _PATIENT_SECONDS without one, what the worker waits for. What `live` has by now is of earlier
-    starts."""
+    """Return a function to call several times a second. Once a worker of this machine is in the swarm it prints, one
+    time, how others can join; after _PATIENT_SECONDS without one, what the worker waits for. What `live` has by now is
+    of earlier starts."""
     begins = live.history.clock.last or 0.0
     printed = False
     patient_until = time.monotonic() + _PATIENT_SECONDS
@@ -127,7 +127,7 @@ def joining_hint(console: Console, config: RunConfig, live: LiveHistory) -> Call
 
 
 def _print_hint(console: Console, config: RunConfig, folder: Path, founded: bool, going_on: bool) -> None:
-    """The worker that starts the swarm prints the first invitations; the others say how it goes on."""
+    """Print the first invitations, as the worker that starts the swarm; the others say how it goes on."""
     invite = command("invite", shlex.quote(str(folder)))
     if not founded:
         console.print(Text("joined the swarm: continuing from its state"), soft_wrap=True)

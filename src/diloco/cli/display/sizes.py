@@ -16,7 +16,7 @@ _DAY_SECONDS = 86_400.0
 
 
 def size_lines(sizes: Sizes) -> list[str]:
-    """Memory, disk and network, in a line each. `sizes`: an Estimate as JSON."""
+    """Return memory, disk and network, in a line each. `sizes` are an Estimate as JSON."""
     return [_memory(sizes), _disk(sizes), _network(sizes)]
 
 
@@ -86,7 +86,7 @@ def _daily(sizes: Sizes) -> str:
 
 
 def estimate_table(sizes: Sizes) -> Table:
-    """Everything, for `--estimate`."""
+    """Return a table of all sizes, for `--estimate`."""
     table = Table(box=None, show_header=False, padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
@@ -123,7 +123,8 @@ def estimate_table(sizes: Sizes) -> Table:
 
 
 def sizes_printer(console: Console, live: LiveHistory) -> Callable[[], None]:
-    """A function to call several times a second: prints the lines of the event `sizes`, and what two rounds took.
+    """Return a function to call several times a second: it prints the lines of the event `sizes`, and what two rounds
+    took.
 
     What `live` has by now is of earlier starts.
     """

@@ -22,7 +22,8 @@ _ASCII = {"training": "..", "point": "o", "side": "|", "tick": "+", "corner": "+
 
 
 def loss_plot(history: RunHistory, console: Console) -> Text | None:
-    """Eight lines: the loss over steps, with the validations as points; None if there are not two steps to draw."""
+    """Draw the loss over steps in eight lines, with the validations as points; None if there are not two steps to
+    draw."""
     run = PlottedRun("", history)
     if len({row.step for row in run.steps if not math.isnan(row.loss)}) < 2:
         return None
@@ -36,7 +37,8 @@ def loss_plot(history: RunHistory, console: Console) -> Text | None:
 
 
 def _shows_braille(console: Console, environment: Mapping[str, str]) -> bool:
-    """The Linux console and the oldest terminals have no such letters, and some encodings cannot carry them."""
+    """Return whether the terminal has braille letters: the Linux console and the oldest terminals have none, and some
+    encodings cannot carry them."""
     if environment.get("TERM") in ("linux", "dumb", "vt100", "vt220") or console.legacy_windows:
         return False
     try:
@@ -78,7 +80,7 @@ def _draw(line: list[tuple[float, float]], validation: list[tuple[float, float]]
 
 
 def _cells(line: list[tuple[float, float]], place: "_Place", width: int, *, plain: bool) -> dict[tuple[int, int], str]:
-    """The characters of the line by row and column: eight dots in each, or one."""
+    """Return the characters of the line by row and column: eight dots in each, or one."""
     across, down = (1, 1) if plain else (2, 4)
     bits: dict[tuple[int, int], int] = {}
     for column, row in _trace(line, place, width * across, _ROWS * down):
@@ -103,7 +105,8 @@ class _Place:
 
 
 def _trace(line: list[tuple[float, float]], place: _Place, columns: int, rows: int) -> list[tuple[int, int]]:
-    """The dots of a line, without gaps: the mean where several points are in a column, straight between columns."""
+    """Return the dots of a line, without gaps: the mean where several points are in a column, straight between
+    columns."""
     sums: dict[int, list[float]] = {}
     for step, loss in line:
         sums.setdefault(place.column(step, columns), []).append(loss)

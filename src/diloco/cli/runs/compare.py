@@ -79,7 +79,7 @@ def _read(folder: Path, name: str) -> ComparedRun:
 
 
 def compared_panels(runs: Sequence[ComparedRun]) -> list[Panel]:
-    """The figure of `--plot`: losses over each other, and the last perplexity and bytes as bars."""
+    """Return the figure of `--plot`: losses over each other, and the last perplexity and bytes as bars."""
     panels = panels_of([read_run(run.folder, run.name) for run in runs], _LOSSES)
     bars = {"Validation perplexity": "validation_perplexity", "Bytes sent by a worker": "bytes_sent_per_worker"}
     for title, key in bars.items():

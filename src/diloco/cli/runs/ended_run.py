@@ -20,13 +20,13 @@ _RUNS = Path("runs")
 
 
 def folder_of(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
-    """The folder of the same run on this machine; of several one that is complete, then the newest."""
+    """Return the folder of the same run on this machine; of several one that is complete, then the newest."""
     folders = [folder for folder, known in _invitations(runs) if known.run_id == invitation.run_id]
     return max(folders, key=lambda folder: (_is_complete(folder), folder.stat().st_mtime), default=None)
 
 
 def folder_with(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
-    """The folder on this machine whose worker has joined with this very invitation."""
+    """Return the folder on this machine whose worker has joined with this very invitation."""
     return next(
         (
             folder
@@ -38,7 +38,7 @@ def folder_with(invitation: "Invitation", runs: Path = _RUNS) -> Path | None:
 
 
 def _invitations(runs: Path) -> "Iterator[tuple[Path, Invitation]]":
-    """The run folders here, each with its workers' invitations."""
+    """Yield the run folders here, each with its workers' invitations."""
     from diloco.swarm.trust.invitation import Invitation
 
     for path in runs.glob(f"*/{SWARM_FOLDER}/{INVITATION_FILES}"):
@@ -49,7 +49,7 @@ def _invitations(runs: Path) -> "Iterator[tuple[Path, Invitation]]":
 
 
 def summary_of(folder: Path | None) -> Summary | None:
-    """The summary of a run that has ended on this machine; None if it has not, or if there is no such folder."""
+    """Return the summary of a run that has ended on this machine; None if it has not, or if there is no such folder."""
     if folder is None or is_training(folder):
         return None
     try:

@@ -71,7 +71,7 @@ def export(
 
 
 def _adapter(run: Path, model: Path) -> Path:
-    """The folder of the adapters, which is beside that of the model."""
+    """Return the folder of the adapters, which is beside that of the model."""
     folder = model.parent / ADAPTER_FOLDER
     if not folder.is_dir():
         raise ConfigError(f"--adapter: {run} was trained without LoRA, and has no adapters; leave it out")
@@ -80,14 +80,14 @@ def _adapter(run: Path, model: Path) -> Path:
 
 @contextmanager
 def _ended(run: Path, dtype: str, adapter: bool) -> Iterator[tuple[Path, str]]:
-    """The model folder and the card of a run that has ended."""
+    """Give the model folder and the card of a run that has ended."""
     folder = run_model(run)
     yield folder, model_card(read_summary(run), read_run_file(run / RUN_FILE), dtype=dtype, adapter=adapter)
 
 
 @contextmanager
 def _saved(run: Path, checkpoint: str, dtype: str, adapter: bool) -> Iterator[tuple[Path, str]]:
-    """The same of a checkpoint, with a model folder that is there for the moment."""
+    """Give the model folder and the card of a checkpoint; the folder is there for the moment."""
     if checkpoint != "latest" and not checkpoint.isdecimal():
         raise ConfigError(f"--checkpoint {checkpoint}: give `latest`, or the inner step of a checkpoint")
     check_run_folder(run)

@@ -164,7 +164,8 @@ class _Conversation:
         self._end = template.answer_end()
 
     def ask(self, message: str) -> tuple[Iterator[str], int]:
-        """The answer to the user's message, in pieces; and how many of the oldest messages were dropped for it."""
+        """Return the answer to the user's message, in pieces, and how many of the oldest messages were dropped for
+        it."""
         self._messages.append({"role": "user", "content": message})
         dropped = 0
         while not self._generator.fits(text := self._template.ask(self._system + self._messages)):
@@ -182,7 +183,7 @@ class _Conversation:
 
 
 def _messages(console: PipeSafeConsole, at_terminal: bool) -> Iterator[str]:
-    """The user's messages: lines that are not empty."""
+    """Yield the user's messages: lines that are not empty."""
     if at_terminal:
         import readline  # noqa: F401 - input() then has a history and can be edited
     while not console.quiet:
@@ -236,7 +237,7 @@ class _Choice:
     seed: int | None
 
     def of_answer(self, number: int) -> dict[str, Any]:
-        """The arguments for one text; with a seed, those of a conversation draw differently."""
+        """Return the arguments for one text; with a seed, the texts of a conversation draw differently."""
         seed = None if self.seed is None else (self.seed + number) % 2**63
         return {"max_tokens": self.max_tokens, "temperature": self.temperature, "top_k": self.top_k, "seed": seed}
 
@@ -278,7 +279,7 @@ def _check(max_tokens: int, threads: int | None, seed: int | None) -> None:
 
 
 def _show(console: PipeSafeConsole, prompt: str, pieces: Iterator[str]) -> None:
-    """Written past rich, which would turn tabs into spaces; to a reader that may go away."""
+    """Write the text past rich, which would turn tabs into spaces; its reader may go away."""
     shown_bold = prompt and console.is_terminal and not console.no_color
     bold, plain = ("\x1b[1m", "\x1b[0m") if shown_bold else ("", "")
     try:

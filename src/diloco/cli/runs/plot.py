@@ -59,7 +59,7 @@ def plot(
 
 
 def check_figure(out: Path) -> None:
-    """Raises ConfigError if no such figure can be written: before anything is read."""
+    """Raise ConfigError if no such figure can be written, before anything is read."""
     check_path(out)
     check_installed()
 

@@ -119,7 +119,7 @@ def _watch(console: Console, guest: "Guest", steps: int | None) -> None:
 
 
 def _summary_without_swarm(folder: Path) -> Summary:
-    """The summary of a run that is not a swarm's, whose folder knows it all once it has ended."""
+    """Return the summary of a run that is not a swarm's, whose folder knows it all once it has ended."""
     summary = summary_of(folder)
     if summary is not None:
         return summary
@@ -200,7 +200,7 @@ def _local_state(folder: Path) -> str:
 
 
 def _invitation(run: str, folder: Path | None) -> Any:
-    """The invitation given, or the one of the run folder with the addresses that are known there."""
+    """Return the invitation given, or the one of the run folder with the addresses that are known there."""
     from diloco.swarm.trust import run_owner
     from diloco.swarm.trust.invitation import is_word, read_invitations
 
@@ -212,7 +212,7 @@ def _invitation(run: str, folder: Path | None) -> Any:
 
 
 def _steps(guest: "Guest") -> int | None:
-    """The inner steps of the whole run, as the members describe it; None if they do not."""
+    """Return the inner steps of the whole run, as the members describe it; None if they do not."""
     with TemporaryDirectory(prefix="diloco-") as temporary:
         path = Path(temporary) / RUN_JSON
         try:
@@ -258,7 +258,7 @@ def live_workers(swarm: "RunStatus") -> "list[MemberStatus]":
 
 
 def rows(swarm: "RunStatus", steps: int | None = None) -> list[tuple[str, ...]]:
-    """One row for each worker that is here, or was and may come back. `steps`: of the whole run, if known."""
+    """Return a row for each worker that is here, or was and may come back. `steps`: of the whole run, if known."""
     first = max((member.position for member in live_workers(swarm)), default=0)
     shown = [member for member in swarm.members if member.number >= 0]
     return [
@@ -280,7 +280,7 @@ def rows(swarm: "RunStatus", steps: int | None = None) -> list[tuple[str, ...]]:
 
 
 def _where(member: "MemberStatus") -> str:
-    """The machine's name, as much of it as fits, and the end of the peer's id, by which it can be revoked."""
+    """Return the machine's name, as much of it as fits, and the end of the peer's id, by which it can be revoked."""
     label = printable(member.label or "-")
     label = label if len(label) <= _WHERE - 7 else label[: _WHERE - 8] + "…"
     return f"{label} {member.peer[-6:]}"
@@ -291,7 +291,7 @@ def _ago(seconds: float) -> str:
 
 
 def _was_heard(member: "MemberStatus") -> bool:
-    """False if this worker is known only from others: then nothing but its number is known."""
+    """Return False if this worker is known only from others: then nothing but its number is known."""
     return bool(member.live or member.left or member.label or member.position)
 
 
@@ -313,7 +313,7 @@ def lines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
 
 
 def table(swarm: "RunStatus", steps: int | None = None, *, wide: bool) -> Table:
-    """Fits 80 columns if it is not `wide`."""
+    """Return the workers as a table, which fits 80 columns if it is not `wide`."""
     shown = [name for name in _COLUMNS if wide or name not in _WIDE_ONLY]
     made = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, header_style="dim")
     for name in shown:

@@ -60,7 +60,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Raises ValueError with the reason if it is not as written."""
+        """Read a manifest; raise ValueError with the reason if it is not as written."""
         data = path.read_bytes()
         try:
             whole = json.loads(data)
@@ -149,13 +149,14 @@ def manifest_path(folder: Path, rank: int) -> Path:
 
 
 def worker_folders(run_folder: Path) -> list[tuple[int, int, Path]]:
-    """(step, worker, folder) of every checkpoint, complete or not; oldest first."""
+    """Return (step, worker, folder) of every checkpoint, complete or not; oldest first."""
     steps = numbered(run_folder / FOLDER, "step-", "")
     return [(step, worker, path) for step, folder in steps for worker, path in numbered(folder, "worker-", "")]
 
 
 def numbered(folder: Path, before: str, after: str) -> list[tuple[int, Path]]:
-    """(N, path) of everything in a folder named BEFORE N AFTER, in order; nothing if another worker has removed it."""
+    """Return (N, path) of everything in a folder named BEFORE N AFTER, in order; nothing if another worker has removed
+    it."""
     try:
         names = [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

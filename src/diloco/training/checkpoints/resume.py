@@ -71,7 +71,7 @@ class _OwnCheckpoints:
 
 
 def agree_on_start(run_folder: Path, worker: int, workers: int, gather: Gather) -> Start:
-    """Collective: the start of this worker, which fits those of the others. Every rank of a worker calls it."""
+    """Return the start of this worker, which fits those of the others. Collective: every rank of a worker calls it."""
     own = _find_own(run_folder, worker)
     reports = _exchange(
         gather,
@@ -138,12 +138,12 @@ def check_resumable(run_folder: Path, workers: Iterable[int], config: RunConfig,
 
 
 def _exchange(gather: Gather, report: Mapping[str, Any]) -> list[Any]:
-    """Collective: the reports of all ranks."""
+    """Return the reports of all ranks. Collective."""
     return [json.loads(data) for data in gather(json.dumps(report).encode())]
 
 
 def _find_own(run_folder: Path, worker: int) -> _OwnCheckpoints:
-    """This worker's checkpoints by moment; of worker i mod k where there were k workers."""
+    """Return this worker's checkpoints by moment; those of worker i mod k where there were k workers."""
     complete, damage = find_checkpoints(run_folder)
     own = _OwnCheckpoints(damage=[str(file) for file in damage])
     for checkpoint in complete:
@@ -162,7 +162,7 @@ def _finished_steps(run_folder: Path) -> int:
 
 
 def _check_may_start_again(run_folder: Path, had_common: bool, finished: int, warnings: list[str]) -> None:
-    """A run that was killed before its first checkpoint starts again at step 0.
+    """Let a run that was killed before its first checkpoint start again at step 0.
 
     A run that has lost its checkpoints does not, nor one that ended without any.
     """
@@ -229,7 +229,7 @@ class _Read(NamedTuple):
 
 
 def _saved_progress(run_folder: Path, moment: Moment, gather: Gather) -> tuple[dict[int, ShardProgress], list[str]]:
-    """Collective: how far each shard had been read, by the checkpoints of all machines, and warnings.
+    """Return how far each shard had been read, by the checkpoints of all machines, and warnings. Collective.
 
     If a worker has no checkpoint of this moment, its newest counts: skipping a little is better than repeating much.
     """

@@ -108,7 +108,7 @@ class CheckpointStore:
         warm_steps: int = 0,
         last: bool = False,
     ) -> None:
-        """Returns once the state may change again; the writing goes on beside training.
+        """Save the state, and return once it may change again; the writing goes on beside training.
 
         A hanging disk delays training by NEXT_SECONDS a write at most; the `last` save of a run waits for END_SECONDS
         if another is being written.
@@ -269,7 +269,8 @@ class CheckpointStore:
                 self._remove(folder)
 
     def _owns(self, worker: int) -> bool:
-        """Worker i also owns the checkpoints of workers i + k, i + 2k, ... that an earlier start with more had."""
+        """Return whether this worker removes a worker's checkpoints: worker i has also those of workers i + k, i + 2k,
+        ... of an earlier start with more."""
         if self.owner.workers is None:
             return worker == self.owner.worker
         return worker % self.owner.workers == self.owner.worker

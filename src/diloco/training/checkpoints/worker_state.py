@@ -212,7 +212,8 @@ class Checkpointer:
             self._save(open_step=True, last=True)
 
     def _save(self, *, open_step: bool = False, last: bool = False) -> None:
-        """An open step is not counted in the checkpoint's step: the same step may be saved complete later."""
+        """Save the state now. An open step is not counted in the checkpoint's step: the same step may be saved complete
+        later."""
         outer = self.state.mode.averager
         outer.settle()
         reason = outer.unsavable()

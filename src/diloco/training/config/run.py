@@ -385,7 +385,8 @@ class RunConfig:
         return (step if step <= warm_start else step - warm_start) % interval == 0
 
     def _ends_turn(self, step: int) -> bool:
-        """With `sync.dynamic_steps` workers pass over steps; the ends of their turns are the steps that all reach."""
+        """Return whether all workers reach this step: with `sync.dynamic_steps` they pass over steps, but not over the
+        ends of their turns."""
         return (step - self.sync.warm_start) % self.sync.num_inner_steps == 0
 
     @property
@@ -420,7 +421,8 @@ class RunConfig:
         return min(step, warm_start) // interval + max(0, step - warm_start - self.sync.overlap_steps) // interval
 
     def _checkpoint_interval(self) -> int:
-        """About ten in the run, at ends of rounds, and not closer than a short run is repeated."""
+        """Return the steps between checkpoints for about ten in the run, at ends of rounds, and not closer than a short
+        run is repeated."""
         H = self.sync.num_inner_steps
         return max(self._about_ten(), -(-_CHECKPOINT_STEPS // H) * H)
 
@@ -432,7 +434,7 @@ class RunConfig:
         return self.checkpoints_until(self.steps) + (not self.checkpoint_due(self.steps))
 
     def identity(self, corpus_digest: str, model: str) -> str:
-        """Text that must be the same on all workers: all options but those that may differ between machines.
+        """Return text that must be the same on all workers: all options but those that may differ between machines.
 
         `model` describes the built model: its name may be a path, which is one machine's own. In a swarm
         `corpus_digest` is of the text that is shared out, also for a worker that brings its own.
@@ -486,7 +488,7 @@ def turns(config: RunConfig) -> Schedule:
 
 
 def num_rounds(config: RunConfig) -> int:
-    """Rounds of each fragment in the whole run, the last one perhaps with fewer steps."""
+    """Return the rounds of each fragment in the whole run, the last one perhaps with fewer steps."""
     return turns(config).turns_until(config.steps)
 
 

@@ -171,7 +171,8 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any
 
 
 def merge(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Command-line tokens of `train` with everything that the recipe and the run file add, and notes for the user.
+    """Return the command-line tokens of `train` with everything that the recipe and the run file add, and notes for the
+    user.
 
     The run file, if any, is the first token.
     """
@@ -253,7 +254,8 @@ def _without_shape_of_another(model: str, file: Mapping[str, Any]) -> tuple[dict
 
 
 def options(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Options that do not make a whole run: the tokens as the parser takes them, and their values by name."""
+    """Read options that do not make a whole run; return the tokens as the parser takes them, and their values by
+    name."""
     tokens = _join_flags([_unalias(token) for token in _with_lora_rank(tokens)])
     given = _given(tokens)
     _check_tables(given)
@@ -263,7 +265,7 @@ def options(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _merge_resumed(tokens: Sequence[str]) -> list[str]:
-    """A resumed run has its own run file; the command line may change options that may change on resume."""
+    """Merge the run file of a resumed run with the options on the command line that may change on resume."""
     given = _given(tokens)
     named = given.pop("resume")
     if not named or named.startswith("--"):
@@ -313,7 +315,8 @@ def _recipe(name: str, model: str, mode: str, asked: Mapping[str, Any]) -> dict[
 
 
 def _with_lora_rank(tokens: Sequence[str]) -> list[str]:
-    """`--lora` as `--lora.rank`: of the number that follows, of --lora.rank if that is given too, else the default."""
+    """Write `--lora` as `--lora.rank`: that of the number that follows, of --lora.rank if that is given too, else the
+    default."""
     if "--lora" not in tokens:
         return list(tokens)
     at = tokens.index("--lora")
@@ -326,7 +329,7 @@ def _with_lora_rank(tokens: Sequence[str]) -> list[str]:
 
 
 def _unalias(token: str) -> str:
-    """`--codec int8` is `--sync.codec int8`; dashes within a name are underscores."""
+    """Write `--codec int8` as `--sync.codec int8`; dashes within a name are underscores."""
     if not token.startswith("--"):
         return token
     name, equals, value = token[2:].partition("=")
@@ -336,7 +339,7 @@ def _unalias(token: str) -> str:
 
 
 def _join_flags(tokens: Sequence[str]) -> list[str]:
-    """`--compute.compile true` as one token: the parser knows flags with and without =, but not with a space."""
+    """Write `--compute.compile true` as one token: the parser knows flags with and without =, but not with a space."""
     joined: list[str] = []
     for token in tokens:
         flag = joined and joined[-1].startswith("--") and joined[-1][2:] in _keys_of(bool)

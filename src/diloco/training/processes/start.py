@@ -52,16 +52,16 @@ class Observer(Protocol):
     """Shows a run to its user."""
 
     def show_preparation(self, stage: str, done: int, total: int | None) -> None:
-        """Progress of the data's preparation."""
+        """Show the progress of the data's preparation."""
 
     def note(self, text: str) -> None:
-        """Something that the user should know."""
+        """Show something that the user should know."""
 
     def follow(self, folder: Path, *, resumed: bool) -> AbstractContextManager[Poll]:
         """Show training and the summary; the function that the context yields is called several times a second."""
 
     def with_stop_message(self, stop: Callable[[], None]) -> Callable[[], None]:
-        """`stop`, with a message to the user at its first call."""
+        """Return `stop` with a message to the user at its first call."""
 
 
 Observe = Callable[[RunConfig], AbstractContextManager[Observer]]
@@ -80,7 +80,7 @@ class WayToStart(ABC):
     """One way to start a run: what the ways have not in common."""
 
     def __init__(self, config: RunConfig, resume: Path | None) -> None:
-        """`resume`: the folder of the run to continue; None: a new run."""
+        """`resume` is the folder of the run to continue; None: a new run."""
         self.config = config
         self.resume = resume
 
@@ -242,7 +242,7 @@ def _from_checkpoint(folder: Path) -> str:
 
 @contextmanager
 def _stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP call `stop`."""
+    """Call `stop` at Ctrl-C, SIGTERM and SIGHUP."""
     previous = {number: signal.signal(number, lambda *_: stop()) for number in heard_signals()}
     try:
         yield
@@ -305,7 +305,7 @@ def check_out(config: RunConfig) -> None:
 
 
 def _make_unused(folder: Path) -> Path:
-    """Two runs started within a second get different folders."""
+    """Make a folder that is not there yet: two runs started within a second get different ones."""
     number = 1
     while True:
         candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
@@ -359,7 +359,7 @@ def check_room(config: RunConfig, vocab_size: int, folder: Path | None = None, w
 
 
 def load_features(config: RunConfig) -> LoadFeatures:
-    """Loads data.feature_model if the preparation needs it; only then torch is imported."""
+    """Return what loads data.feature_model if the preparation needs it; only then torch is imported."""
 
     def load(folder: Path) -> FeatureModel:
         import torch

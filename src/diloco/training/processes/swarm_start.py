@@ -144,7 +144,7 @@ class SwarmFounder(SwarmWorkers):
         return folder
 
     def check_resumable(self, folder: Path) -> None:
-        """Also renews the description for joiners: `steps` may have changed."""
+        """Refuse what the workers would refuse, and renew the description for joiners: `steps` may have changed."""
         swarm = folder / SWARM_FOLDER
         digest = self.texts.shared.digest
         if not (swarm / RUN_KEY_FILE).exists() and not any(swarm.glob(INVITATION_FILES)):
@@ -171,7 +171,7 @@ class SwarmJoiner(SwarmWorkers):
         configure: Callable[[RunDescription], RunConfig],
         end_visit: Callable[[], None],
     ) -> None:
-        """`end_visit`: closes the guest, before the workers come with the same invitations."""
+        """`end_visit` closes the guest, before the workers come with the same invitations."""
         check_clock(guest.clock())
         self.description = _fetch_description(guest)
         self.members = check_unfinished(self.description, guest.status())
@@ -229,7 +229,8 @@ def join_run(
 def describe_run(
     invitation: "Invitation", configure: Callable[[RunDescription], RunConfig]
 ) -> tuple[RunConfig, int, int]:
-    """Ask the swarm for the run's description alone: the configuration here, the vocabulary, the number of members."""
+    """Ask the swarm for the run's description alone; return the configuration here, the vocabulary and the number of
+    members."""
     from diloco.swarm.node.guest import Guest
 
     with Guest(invitation) as guest:
@@ -244,7 +245,8 @@ def describe_run(
 
 
 def _write_description(swarm: Path, description: RunDescription) -> None:
-    """Signed, on the machine that has the run's key; elsewhere with the signature that it came with."""
+    """Write the description, signed on the machine that has the run's key; elsewhere with the signature that it came
+    with."""
     from diloco.swarm.trust.run_key import RunKey
     from diloco.swarm.trust.signatures import sign
 
@@ -261,7 +263,7 @@ def _write_description(swarm: Path, description: RunDescription) -> None:
 
 
 def _fetch_description(guest: "Guest") -> RunDescription:
-    """Fetched from every member that answered."""
+    """Fetch the description from every member that answered, and return the agreed one."""
     descriptions = []
     problem = ConfigError("no member of the swarm has told what it trains: try again")
     with TemporaryDirectory(prefix="diloco-") as temporary:

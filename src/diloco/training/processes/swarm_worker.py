@@ -169,7 +169,7 @@ def _train_with(
 
 
 def _chosen_threads(config: RunConfig) -> int | None:
-    """CPU threads as the user has chosen them: by option, or by the variable that torch has read."""
+    """Return the CPU threads that the user has chosen: by option, or by the variable that torch has read."""
     if config.threads is None and os.environ.get("OMP_NUM_THREADS"):
         return torch.get_num_threads()
     return config.threads

@@ -63,17 +63,17 @@ class TorchrunRank(WayToStart):
         self.config = replace(self.config, workers=len(self._sizes))
 
     def check_out(self) -> None:
-        """Rank 0 alone will make the folder, and says then why it cannot."""
+        """Check nothing: rank 0 alone will make the folder, and says then why it cannot."""
 
     def lock(self, folder: Path) -> AbstractContextManager[None]:
-        """Rank 0 holds it: machines may share the folder."""
+        """Lock the folder on rank 0 alone: machines may share it."""
         return run_lock(folder) if self._rank == 0 else nullcontext()
 
     def observe(self, observe: Observe) -> AbstractContextManager[Observer]:
         return observe(self.config) if self._rank == 0 else nullcontext(Unobserved())
 
     def prepare_text(self, observer: Observer) -> None:
-        """Each machine tokenises (and downloads a model) once: its first rank, while the others wait."""
+        """Prepare the text once on each machine (and download a model): in its first rank, while the others wait."""
         del observer
         if not self._leads_machine:
             _meet()
@@ -86,7 +86,7 @@ class TorchrunRank(WayToStart):
         check_room(self.config, self.corpus.vocab_size, self.resume, workers=workers_here)
 
     def create_folder(self) -> Path:
-        """Rank 0 chooses the run folder; every machine has one of that name."""
+        """Let rank 0 choose the run folder; every machine has one of that name."""
         name = bytearray(_NAME_BYTES)
         if self._rank == 0:
             path = str(create_run_folder(self.config)).encode()

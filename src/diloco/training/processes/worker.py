@@ -129,7 +129,7 @@ def check_devices(device: torch.device, ranks: WorkerRanks) -> None:
 
 
 def _meet_locally(config: RunConfig, local: LocalRank) -> None:
-    """Rendezvous through a file in the run folder, or at `port` of this machine if it is given."""
+    """Meet the other workers through a file in the run folder, or at `port` of this machine if it is given."""
     if config.port is None:
         meeting = local.run_folder / RENDEZVOUS_FILE
         file = FileStore(str(meeting), local.processes)

@@ -13,7 +13,7 @@ from diloco.core.config import OUTER_NUMBERS
 from diloco.models.pretrained import is_local, is_pretrained, short_name
 from diloco.training.records.summary import Summary
 
-_OF_A_MACHINE = frozenset({"out", "host", "port", "announce", "sinks", "dashboard", "data.cache_dir", "threads"})
+_MACHINE_OPTIONS = frozenset({"out", "host", "port", "announce", "sinks", "dashboard", "data.cache_dir", "threads"})
 _PATHS = ("model.name", "data.source", "data.tokenizer", "data.feature_model")
 
 
@@ -25,8 +25,8 @@ def model_card(
     checkpoint_of: int | None = None,
     adapter: bool = False,
 ) -> str:
-    """The README.md of an exported model, or with `adapter` of its adapters alone. `options`: the dotted keys of the
-    run's config.toml. `checkpoint_of`: the inner steps of the whole run, for the weights of a checkpoint."""
+    """Write the README.md of an exported model, or with `adapter` of its adapters alone. `options` are the dotted keys
+    of the run's config.toml. `checkpoint_of`: the inner steps of the whole run, for the weights of a checkpoint."""
     rows = [*_what(summary, options), *_how(summary, options), *_result(summary), ("weights", dtype)]
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows if value)
     return f"""{_front_matter(options)}
@@ -105,7 +105,7 @@ def _lora(summary: Summary, options: Mapping[str, Any]) -> str:
 
 
 def _shape(options: Mapping[str, Any]) -> str:
-    """The shape of a model that began with random weights; empty for others, whose config.json has it."""
+    """Return the shape of a model that began with random weights; empty for others, whose config.json has it."""
     given = {key.removeprefix("model."): value for key, value in options.items() if key.startswith("model.")}
     return ", ".join(f"{key} {value}" for key, value in given.items() if key != "name")
 
@@ -145,7 +145,7 @@ def _inner(options: Mapping[str, Any]) -> str:
 
 
 def _outer(options: Mapping[str, Any]) -> str:
-    """The outer optimizer with its numbers, those included that the run file leaves to their defaults."""
+    """Return the outer optimizer with its numbers, those included that the run file leaves to their defaults."""
     name = options["outer.optimizer"]
     numbers = {key: options.get(f"outer.{key}", default) for key, default in OUTER_NUMBERS[name].items()}
     return ", ".join([name, *(f"{key} {value}" for key, value in numbers.items())])
@@ -165,8 +165,8 @@ def _result(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _every_value(summary: Summary) -> str:
-    """All values with which the run trained, but for those that say something of a machine only."""
-    values = {key: value for key, value in summary.get("resolved", {}).items() if key not in _OF_A_MACHINE}
+    """Return all values with which the run trained, but for those that say something of a machine only."""
+    values = {key: value for key, value in summary.get("resolved", {}).items() if key not in _MACHINE_OPTIONS}
     if not values:
         return ""
     values |= {key: _public(values[key]) for key in _PATHS if values.get(key)}
@@ -175,7 +175,7 @@ def _every_value(summary: Summary) -> str:
 
 
 def _public(name: str) -> str:
-    """A name without local folders: of a path its last part."""
+    """Return a name without local folders: of a path its last part."""
     return Path(name).name if is_local(name) else name.removeprefix("hf:")
 
 

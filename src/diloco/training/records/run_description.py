@@ -61,13 +61,13 @@ class RunDescription:
         return json.dumps(values | {"sample_prompt": self.sample_prompt, "signature": self.signature}, indent=1) + "\n"
 
     def lasting_bytes(self) -> bytes:
-        """All that cannot change when a run is resumed: what the run's key signs."""
+        """Return all that cannot change when a run is resumed: what the run's key signs."""
         lasting = {key: value for key, value in self.values.items() if not may_change(key)}
         return json.dumps({"model": self.model, "corpus": self.corpus, "config": lasting}, sort_keys=True).encode()
 
     @classmethod
     def read(cls, path: Path) -> "RunDescription":
-        """Raises ConfigError if it is not the description of a run of this version."""
+        """Read a description; raise ConfigError if it is not that of a run of this version."""
         try:
             raw = json.loads(path.read_bytes()[: MAX_BYTES + 1])
             version, model, corpus, values = (raw[name] for name in ("version", "model", "corpus", "config"))
@@ -89,7 +89,7 @@ class RunDescription:
         return cls(model, corpus, values, prompt, signature)
 
     def tokens(self) -> list[str]:
-        """The values as options of `diloco train`."""
+        """Return the values as options of `diloco train`."""
         given = {key: value for key, value in self.values.items() if value is not None or _default(key) is not None}
         return [f"--{key}={_word(value)}" for key, value in given.items()]
 

@@ -14,7 +14,7 @@ ADAPTER_FOLDER = "adapter"
 
 
 def run_model(run: Path) -> Path:
-    """The model folder of a run: the parameters that its workers last agreed on."""
+    """Return the model folder of a run: the parameters that its workers last agreed on."""
     check_run_folder(run)
     if not (run / MODEL_FOLDER / CONFIG_FILE).is_file():
         raise ConfigError(
@@ -43,7 +43,7 @@ def resume_command(run: Path) -> str:
 
 
 def model_folder_of(path: Path) -> Path:
-    """The model folder of a run, or the folder itself if it holds a model."""
+    """Return the model folder of a run, or the folder itself if it holds a model."""
     if (path / CONFIG_FILE).is_file():
         return path
     if path.is_dir() and not (path / RUN_FILE).is_file():

@@ -38,7 +38,7 @@ _ADDED_LATER = frozenset(
 
 
 def summarize(config: RunConfig, history: RunHistory, error: str | None = None) -> Summary:
-    """The numbers of a run, from the events so far; what a resume took back is not counted."""
+    """Return the numbers of a run, from the events so far; what a resume took back is not counted."""
     figures = RunFigures(history, elastic=config.engine == "swarm")
     started = history.started
     ends = [worker.ended for _, worker in sorted(history.workers.items()) if worker.ended is not None]
@@ -93,7 +93,7 @@ def summarize(config: RunConfig, history: RunHistory, error: str | None = None) 
 def _numbers(
     config: RunConfig, history: RunHistory, members: Sequence[RoundMember], steps: Mapping[int, int]
 ) -> Summary:
-    """The numbers that a swarm counts otherwise: of all workers, as they have told each other."""
+    """Return the numbers that a swarm counts otherwise: those of all workers, as they have told each other."""
     workers = config.workers if history.started is None else history.started.workers or config.workers
     reports = [member.report for member in members]
     told = [report.bytes_sent or 0 for report in reports]
@@ -113,7 +113,7 @@ def _numbers(
 
 
 def _swarm_numbers(history: RunHistory, spokesman: WorkerEndedEvent | None) -> Summary:
-    """The numbers of a swarm's run on one machine, where workers come and go, and jump in the schedule.
+    """Return the numbers of a swarm's run on one machine, where workers come and go, and jump in the schedule.
 
     Bytes, seconds and the comparison with data-parallel training are of this machine's own workers and of the steps
     that they took themselves. `tokens` is of the whole swarm, and `local_tokens` of this machine's share in it: what is
@@ -143,8 +143,8 @@ def _swarm_numbers(history: RunHistory, spokesman: WorkerEndedEvent | None) -> S
 
 
 def _swarm_tokens(history: RunHistory, spokesman: WorkerEndedEvent | None) -> dict[int, int]:
-    """The tokens of each worker, as all members have counted them; in a run that was killed, or of an earlier version,
-    as far as this machine has heard of them."""
+    """Return the tokens of each worker, as all members have counted them; in a run that was killed, or of an earlier
+    version, as far as this machine has heard of them."""
     if spokesman is not None and spokesman.tokens_by_worker:
         return {int(worker): tokens for worker, tokens in spokesman.tokens_by_worker.items()}
     own = {worker: work.tokens for worker, work in history.own_work.items()}
@@ -157,8 +157,8 @@ def _swarm_tokens(history: RunHistory, spokesman: WorkerEndedEvent | None) -> di
 
 
 def _steps_of_bytes(history: RunHistory) -> int:
-    """The inner steps of this machine's busiest worker in all its starts, with those that are lost: it has sent bytes
-    for them too."""
+    """Return the inner steps of this machine's busiest worker in all its starts, with those that are lost: it has sent
+    bytes for them too."""
     most = max((work.tokens for work in history.own_work.values()), default=0)
     return most // history.tokens_per_step if history.tokens_per_step else 0
 
@@ -169,12 +169,12 @@ def _bad_loss(event: LossNotFiniteEvent | None) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of diloco, torch and Python; torch is not imported for it."""
+    """Return the versions of diloco, torch and Python; torch is not imported for it."""
     return {"diloco": __version__, "torch": version("torch"), "python": platform.python_version()}
 
 
 def _steps(history: RunHistory, members: Sequence[RoundMember]) -> dict[int, int]:
-    """The inner steps of each worker, from its reports and the log."""
+    """Return the inner steps of each worker, from its reports and the log."""
     steps = {member.worker: member.report.inner_steps or 0 for member in members}
     for number, worker in (history.workers | history.left_out).items():
         if worker.reached:
@@ -204,20 +204,22 @@ def _validation(history: RunHistory) -> Summary:
 
 
 def _utilization(seconds: Sequence[tuple[float | None, float | None]]) -> float | None:
-    """The share of training time that was not spent on rounds, averaged over the workers: (rounds, all) of each."""
+    """Return the share of training time that was not spent on rounds, averaged over the workers: (rounds, all) of
+    each."""
     shares = [1 - (rounds or 0.0) / elapsed for rounds, elapsed in seconds if elapsed]
     return statistics.fmean(shares) if shares else None
 
 
 def write_summary(folder: Path, config: RunConfig, error: str | None = None) -> Summary:
-    """Summarise a run folder's events into its summary.json, atomically."""
+    """Write the summary of a run folder's events into its summary.json, atomically."""
     summary = summarize(config, read_history(folder), error)
     write_file(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
     return summary
 
 
 def read_summary(folder: Path) -> Summary:
-    """The summary of a run that has ended; says what is wrong with a folder that has none."""
+    """Return the summary of a run that has ended; raise ConfigError that says what is wrong with a folder that has
+    none."""
     path = folder / SUMMARY_FILE
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a run folder: there is no such folder")
@@ -239,6 +241,6 @@ def read_summary(folder: Path) -> Summary:
 
 
 def perplexity_gap(run: Summary, baseline: Summary) -> float | None:
-    """Relative difference in validation perplexity: positive if the run is worse than the baseline."""
+    """Return the relative difference in validation perplexity: positive if the run is worse than the baseline."""
     mine, theirs = run["validation_loss"], baseline["validation_loss"]
     return None if mine is None or theirs is None else math.expm1(mine - theirs)

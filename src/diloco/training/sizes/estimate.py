@@ -136,7 +136,8 @@ def estimate(
     threads: int | None = None,
     device_budget: float | None = None,
 ) -> Estimate:
-    """`device_budget`: the GPU memory of one process, by which a step's micro-batches are chosen if they are left open.
+    """Estimate the sizes of a run. `device_budget`: the GPU memory of one process, by which a step's micro-batches are
+    chosen if they are left open.
 
     `processes`: on this machine. `history`: of the run so far, if it is resumed. `bandwidth_bits`: to assume.
 
@@ -201,7 +202,8 @@ def _mean_round_steps(config: RunConfig) -> float:
 
 
 def round_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
-    """Bytes that a worker sends until every fragment has been averaged once: every H inner steps, or at every step."""
+    """Return the bytes that a worker sends until every fragment has been averaged once: every H inner steps, or at
+    every step."""
     if workers == 1:
         return 0
     vectors = encoded_vectors(config, shapes)
@@ -213,7 +215,7 @@ def round_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) ->
 
 
 def second_moment_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
-    """Bytes that a worker sends besides, in a round that averages second moments."""
+    """Return the bytes that a worker sends besides, in a round that averages second moments."""
     return 0 if workers == 1 else sum(_sent(vector, workers) for vector in moments_vectors(config, shapes))
 
 
@@ -222,7 +224,7 @@ def _sent(vector: EncodedVector, workers: int) -> int:
 
 
 def warm_start_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
-    """Bytes that a worker sends in all steps of the warm start."""
+    """Return the bytes that a worker sends in all steps of the warm start."""
     if workers == 1 or not config.sync.warm_start or config.engine == "swarm":  # a swarm's is one worker's alone
         return 0
     numel = sum(torch.Size(shape).numel() for shape in shapes.values())
@@ -231,7 +233,7 @@ def warm_start_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: in
 
 
 def bits_per_second(text: str) -> float:
-    """`100mbit`, `1 Gbit/s` or `800kbit` as bits per second."""
+    """Read `100mbit`, `1 Gbit/s` or `800kbit` as bits per second."""
     rate = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s)?\s*", text.lower())
     if not rate or not float(rate[1]):
         raise ConfigError(f"--bandwidth {text}: give a number and a unit, such as 100mbit, 1gbit or 800kbit")
@@ -303,7 +305,8 @@ def emit_sizes(
     emit: Emit,
     folder: Path,
 ) -> None:
-    """`processes`: on this machine. A model whose sizes cannot be told is trained all the same."""
+    """Log the sizes of a run. A model whose sizes cannot be estimated is trained all the same. `processes`: on this
+    machine."""
     workers = max(engine.workers, 2) if engine.elastic else engine.workers  # in a swarm others will come
     precision = precision_name(config.compute.precision, device)
     place = Placement(workers, engine.ranks.count, device.type == "cuda", precision)

@@ -169,7 +169,7 @@ def moments_vectors(config: RunConfig, shapes: Mapping[str, Shape]) -> list[Enco
 
 
 def inner_elements(config: RunConfig, shapes: Mapping[str, Shape]) -> int:
-    """Elements of the inner optimizer's state: two of each parameter, one where Muon has it."""
+    """Return the elements of the inner optimizer's state: two of each parameter, one where Muon has it."""
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     muon = [
         name for name, shape in shapes.items() if config.inner.optimizer == "muon" and is_hidden_matrix(name, shape)

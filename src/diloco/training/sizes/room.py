@@ -65,15 +65,17 @@ def saved_copies(config: RunConfig) -> int:
 
 
 def anchor_copies(config: RunConfig) -> int:
-    """Copies that worker 0 of asynchronous workers saves besides: the anchor that all move, and its two buffers."""
+    """Return the copies that worker 0 of asynchronous workers saves besides: the anchor that all move, and its two
+    buffers."""
     return 3 if config.mode == "diloco" and config.sync.asynchronous else 0
 
 
 def disk_use(
     config: RunConfig, parameters: int, workers: int | None = None, *, trainable: int | None = None
 ) -> DiskUse:
-    """`workers`: those of this machine (default: the configuration's). `trainable`: the parameters that are trained
-    (default: all of them), which alone are in checkpoints; those of adapters are written besides the merged model."""
+    """Return the disk that a run takes. `workers`: those of this machine (default: the configuration's). `trainable`:
+    the parameters that are trained (default: all of them), which alone are in checkpoints; those of adapters are
+    written besides the merged model."""
     copies = saved_copies(config) * (config.workers if workers is None else workers) + anchor_copies(config)
     checkpoint = _FP32 * (parameters if trainable is None else trainable) * copies
     count = config.num_checkpoints
@@ -117,7 +119,8 @@ def size_text(count: float) -> str:
 
 
 def available_memory() -> int | None:
-    """Bytes that new processes can take without swapping, also within a container's limit; None if not known."""
+    """Return the bytes that new processes can take without swapping, within a container's limit too; None if that is
+    not known."""
     limits = [_meminfo_available(), _container_available(Path("/sys/fs/cgroup"))]
     known = [size for size in limits if size is not None]
     return min(known) if known else None
@@ -133,7 +136,7 @@ def resident_bytes() -> int:
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes free where `folder` is, or will be."""
+    """Return the bytes free where `folder` is, or will be."""
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     return shutil.disk_usage(there).free
 
