@@ -138,8 +138,8 @@ class DataConfig:
 
     def _check_choice(self, name: str, *choices: str) -> None:
         if getattr(self, name) not in choices:
-            wanted = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-            raise ConfigError(f"data.{name} is {getattr(self, name)!r}, but must be {wanted}")
+            allowed = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+            raise ConfigError(f"data.{name} is {getattr(self, name)!r}, but must be {allowed}")
 
     def _check_partition(self) -> None:
         self._check_choice("partition", "iid", "clusters", "labels")

@@ -122,7 +122,7 @@ class CorpusMeta:
 
     @property
     def overall_purity(self) -> float | None:
-        """The same for all labelled tokens together; None without labels."""
+        """Return the purity of all labelled tokens together; None without labels."""
         total = sum(map(sum, self.label_tokens.values()))
         return sum(map(max, self.label_tokens.values())) / total if total else None
 
@@ -130,7 +130,7 @@ class CorpusMeta:
 @final
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus on disk. Open it with `Corpus.open`, make it with `shards.prepare`."""
+    """A prepared corpus on disk: `Corpus.open` opens it, `prepare` of preparation/corpus_cache.py makes it."""
 
     folder: Path
     meta: CorpusMeta

@@ -140,13 +140,13 @@ class WorkerBatches:
         for shard, windows in zip(self.shards, self._windows, strict=True):
             if shard not in progress and not optional:
                 raise DataError(f"the progress of shard {shard} is missing: its former owner must report it")
-            given = ShardProgress(*progress.get(shard, ()))
-            if given.epoch < 0 or not 0 <= given.consumed <= windows:
+            shard_progress = ShardProgress(*progress.get(shard, ()))
+            if shard_progress.epoch < 0 or not 0 <= shard_progress.consumed <= windows:
                 raise DataError(
-                    f"the progress of shard {shard} is {given}, but it has {windows} windows of {self.sequence_length} "
-                    "tokens: the progress belongs to another corpus or data.sequence_length"
+                    f"the progress of shard {shard} is {shard_progress}, but it has {windows} windows of "
+                    f"{self.sequence_length} tokens: the progress belongs to another corpus or data.sequence_length"
                 )
-            start.append(given)
+            start.append(shard_progress)
         return start
 
     def batch(self, position: int) -> Int64:
@@ -154,27 +154,27 @@ class WorkerBatches:
 
         In a corpus with a loss mask, a token t that is not learnt is −1 − t.
         """
-        at = self._position_at(position)
+        place = self._position_at(position)
         parts: list[Int64] = []
         missing = self.batch_size
         while missing:  # a batch may extend into the next epoch
-            count = min(missing, self._pass_size(at.number) - at.taken)
-            indices = self._shards_of_draws(at, count)
-            parts.append(self._gather(at, indices))
-            at = self._advanced(at, indices)
+            count = min(missing, self._pass_size(place.number) - place.taken)
+            indices = self._shards_of_draws(place, count)
+            parts.append(self._gather(place, indices))
+            place = self._advanced(place, indices)
             missing -= count
             if missing:
-                at = self._start_of_pass(at.number + 1)
-        self._last_position = at
+                place = self._start_of_pass(place.number + 1)
+        self._last_position = place
         return np.concatenate(parts)
 
     def progress(self, position: int) -> dict[int, ShardProgress]:
         """Return the progress of each shard after `position` batches."""
-        at = self._position_at(position)
+        place = self._position_at(position)
         progress = {}
-        for shard, start, count in zip(self.shards, self._start, at.counts.tolist(), strict=True):
-            consumed = count if at.number else start.consumed + count
-            progress[shard] = ShardProgress(start.epoch + at.number, consumed)
+        for shard, start, count in zip(self.shards, self._start, place.counts.tolist(), strict=True):
+            consumed = count if place.number else start.consumed + count
+            progress[shard] = ShardProgress(start.epoch + place.number, consumed)
         return progress
 
     # Pass 0 draws the rest of the epochs in progress, each later pass a whole epoch of all shards.
@@ -195,41 +195,40 @@ class WorkerBatches:
             number, taken = divmod(taken - self._pass_size(0) - 1, self.sequences_per_epoch)
             number += 1
             taken += 1
-        at = self._last_position
-        if at.number != number or at.taken > taken:
-            at = self._start_of_pass(number)
-        while at.taken < taken:
-            at = self._advanced(at, self._shards_of_draws(at, min(_COUNT_AT_ONCE, taken - at.taken)))
-        self._last_position = at
-        return at
+        place = self._last_position
+        if place.number != number or place.taken > taken:
+            place = self._start_of_pass(number)
+        while place.taken < taken:
+            place = self._advanced(place, self._shards_of_draws(place, min(_COUNT_AT_ONCE, taken - place.taken)))
+        self._last_position = place
+        return place
 
-    def _shards_of_draws(self, at: _PassPosition, count: int) -> Int64:
-        """[count]: the index in `self.shards` of each of the next draws."""
+    def _shards_of_draws(self, place: _PassPosition, count: int) -> Int64:
+        """Return the index in `self.shards` of each of the next draws: [count]."""
         if count == 0 or len(self.shards) == 1:
             return np.zeros(count, np.int64)
-        key = [
-            (shard, start.epoch + at.number, 0 if at.number else start.consumed)
-            for shard, start in zip(self.shards, self._start, strict=True)
-        ]
-        mixed = Permutation(self._pass_size(at.number), self._seed, *(number for part in key for number in part))
-        slots = mixed(np.arange(at.taken, at.taken + count, dtype=np.int64))
-        ends = np.cumsum(self._windows if at.number else self._remaining)
+        key = [self._seed]
+        for shard, start in zip(self.shards, self._start, strict=True):
+            key += [shard, start.epoch + place.number, 0 if place.number else start.consumed]
+        mixed = Permutation(self._pass_size(place.number), *key)
+        slots = mixed(np.arange(place.taken, place.taken + count, dtype=np.int64))
+        ends = np.cumsum(self._windows if place.number else self._remaining)
         return np.searchsorted(ends, slots, side="right").astype(np.int64)
 
-    def _advanced(self, at: _PassPosition, indices: Int64) -> _PassPosition:
-        counts = at.counts + np.bincount(indices, minlength=len(self.shards))
-        return _PassPosition(at.number, at.taken + len(indices), counts)
+    def _advanced(self, place: _PassPosition, indices: Int64) -> _PassPosition:
+        counts = place.counts + np.bincount(indices, minlength=len(self.shards))
+        return _PassPosition(place.number, place.taken + len(indices), counts)
 
-    def _gather(self, at: _PassPosition, indices: Int64) -> Int64:
+    def _gather(self, place: _PassPosition, indices: Int64) -> Int64:
         """Read the tokens of the next draws: from each shard its next windows."""
         batch = np.empty((len(indices), self.sequence_length + 1), np.int64)
         for index in np.unique(indices):
-            of_shard = indices == index
+            is_of_shard = indices == index
             start = self._start[index]
-            first = int(at.counts[index]) + (0 if at.number else start.consumed)
-            order = Permutation(int(self._windows[index]), self._seed, self.shards[index], start.epoch + at.number)
-            windows = order(np.arange(first, first + int(of_shard.sum()), dtype=np.int64))
-            batch[of_shard] = _take_windows(self._tokens[index], windows, self.sequence_length, self._mask_bit)
+            first = int(place.counts[index]) + (0 if place.number else start.consumed)
+            order = Permutation(int(self._windows[index]), self._seed, self.shards[index], start.epoch + place.number)
+            windows = order(np.arange(first, first + int(is_of_shard.sum()), dtype=np.int64))
+            batch[is_of_shard] = _take_windows(self._tokens[index], windows, self.sequence_length, self._mask_bit)
         return batch
 
 
@@ -268,10 +267,10 @@ def validation_batches(
     if batch_size < 1 or not 0 <= worker < workers:
         raise ConfigError(f"validation batches of {batch_size} for worker {worker} of {workers}: both must exist")
     used = windows if limit is None else min(limit, windows)
-    own = np.arange(worker, used, workers, dtype=np.int64) * windows // used
+    own_windows = np.arange(worker, used, workers, dtype=np.int64) * windows // used
     return (
-        _take_windows(tokens, own[start : start + batch_size], sequence_length, corpus.mask_bit)
-        for start in range(0, len(own), batch_size)
+        _take_windows(tokens, own_windows[start : start + batch_size], sequence_length, corpus.mask_bit)
+        for start in range(0, len(own_windows), batch_size)
     )
 
 

@@ -186,19 +186,19 @@ def cut_words(text: str) -> list[str]:
     pieces = []
     start = 0
     for word in re.finditer(rf"\S{{{LONGEST_WORD + 1},}}", text):
-        at = word.start()
-        while word.end() - at > LONGEST_WORD:
-            at = _cut_before(text, at + LONGEST_WORD // 2, at + LONGEST_WORD)
-            pieces.append(text[start:at])
-            start = at
+        position = word.start()
+        while word.end() - position > LONGEST_WORD:
+            position = _cut_before(text, position + LONGEST_WORD // 2, position + LONGEST_WORD)
+            pieces.append(text[start:position])
+            start = position
     return [*pieces, text[start:]]
 
 
 def _cut_before(text: str, first: int, last: int) -> int:
     """Find the last place from `first` to `last` where a punctuation mark follows a letter or digit; else `last`."""
-    for at in range(last, first, -1):
-        if text[at - 1].isalnum() and not text[at].isalnum():
-            return at
+    for position in range(last, first, -1):
+        if text[position - 1].isalnum() and not text[position].isalnum():
+            return position
     return last
 
 
@@ -263,8 +263,10 @@ def _chat_template(find: Callable[[str], Path | None]) -> str | None:
             return path.read_text(encoding="utf-8")
         template = _read_json(path).get("chat_template")
         if isinstance(template, list):  # several, by name
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
+            template_by_name = {
+                entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
+            }
+            template = template_by_name.get("default")
         if isinstance(template, str):
             return template
     return None
@@ -286,12 +288,12 @@ def _from_hub(spec: str) -> TokenizerFile:
     except ImportError as error:
         raise DataError(f"data.tokenizer {spec!r} needs huggingface_hub: {install_hint('hf')}") from error
     name = spec.removeprefix(PREFIX)
-    what = f"data.tokenizer {spec!r}"
+    subject = f"data.tokenizer {spec!r}"
     problem: DataError | None = None
     try:  # one request with a time limit: the libraries would retry for half a minute
         files = {file.rfilename for file in HfApi().model_info(name, timeout=HUB_SECONDS).siblings or ()}
     except Exception as error:  # any error of the HTTP library below
-        problem = hub_error(what, error)
+        problem = hub_error(subject, error)
         files = set()
         if not isinstance(problem, SourceUnavailable):
             raise problem from error
@@ -304,7 +306,7 @@ def _from_hub(spec: str) -> TokenizerFile:
         except Exception as error:
             if problem is not None:
                 return None
-            raise hub_error(what, error) from error
+            raise hub_error(subject, error) from error
 
     path = fetch(TOKENIZER_FILE)
     if path is not None:
@@ -316,19 +318,19 @@ def _from_hub(spec: str) -> TokenizerFile:
 
 def _converted(name: str, spec: str) -> TokenizerFile:
     """Let transformers convert it: it can make a fast tokenizer of some slow ones."""
-    what = f"data.tokenizer {spec!r} has no {TOKENIZER_FILE}"
+    problem = f"data.tokenizer {spec!r} has no {TOKENIZER_FILE}"
     try:
         with _quiet():
             from transformers import AutoTokenizer
 
             tokenizer: Any = AutoTokenizer.from_pretrained(name)
     except ImportError as error:
-        raise DataError(f"{what}, and to convert what it has: {install_hint('hf')} ({error})") from error
+        raise DataError(f"{problem}, and to convert what it has: {install_hint('hf')} ({error})") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{what}, and transformers cannot convert what it has: {reason}") from error
+        raise DataError(f"{problem}, and transformers cannot convert what it has: {reason}") from error
     if not getattr(tokenizer, "is_fast", False):
-        raise DataError(f"{what}, and its tokenizer ({type(tokenizer).__name__}) has no fast form: choose another")
+        raise DataError(f"{problem}, and its tokenizer ({type(tokenizer).__name__}) has no fast form: choose another")
     special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     template = tokenizer.chat_template
     return TokenizerFile(
@@ -341,7 +343,7 @@ def _converted(name: str, spec: str) -> TokenizerFile:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the warnings of transformers; the error raised afterwards names the problem once."""
+    """Silence the warnings of transformers; the error raised afterwards names the problem once."""
     import logging
 
     logging.disable(logging.WARNING)

@@ -56,8 +56,8 @@ def export_adapter(adapter: Path, model: Path, target: Path, *, card: str) -> No
     base = str(config["base_model_name_or_path"])
     with replace_model_folder(target) as new:
         shutil.copyfile(adapter / ADAPTER_WEIGHTS_FILE, new / ADAPTER_WEIGHTS_FILE)
-        named = Path(base).name if is_local(f"hf:{base}") else base
-        write_json(new / ADAPTER_CONFIG_FILE, config | {"base_model_name_or_path": named})
+        published_name = Path(base).name if is_local(f"hf:{base}") else base
+        write_json(new / ADAPTER_CONFIG_FILE, config | {"base_model_name_or_path": published_name})
         copy_tokenizer(model, new)
         (new / GENERATION_FILE).unlink(missing_ok=True)  # the model's, not the adapters'
         (new / CARD_FILE).write_text(card, encoding="utf-8")

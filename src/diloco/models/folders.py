@@ -1,15 +1,12 @@
-"""Model folders that appear whole or not at all; whether a path is free; sizes as users write them."""
+"""Writes model folders that appear whole or not at all, into paths that are free."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from diloco.atomic_files import replace_folder, write_file
 from diloco.errors import ConfigError
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
@@ -39,12 +36,3 @@ def check_unused(path: Path) -> None:
             raise ConfigError(f"{path} exists and is not an empty folder: choose another, or remove it")
     except OSError as error:
         raise ConfigError(f"{path} cannot be looked at ({error.strerror}): choose another place") from error
-
-
-def size_bytes(text: str) -> int:
-    """Read `5GB` or `300 MiB` as a number of bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
-    size = float(match[1]) * _UNITS.get(match[2], 0) if match else 0
-    if size < 1:
-        raise ConfigError(f"{text!r} is not a size: give a number and a unit, such as 5GB or 300MB")
-    return int(size)

@@ -69,11 +69,11 @@ def stream(
 
 
 def _stream(
-    model: LanguageModel, text: list[int], max_new_tokens: int, sampling: Sampling, stop_tokens: Container[int]
+    model: LanguageModel, tokens: list[int], max_new_tokens: int, sampling: Sampling, stop_tokens: Container[int]
 ) -> Iterator[int]:
-    longest = len(text) + max_new_tokens
+    longest = len(tokens) + max_new_tokens
     window = min(longest, model.max_sequence_length or longest)
-    unread = text[-window:]
+    unread = tokens[-window:]
     was_training = model.training
     model.eval()
     try:
@@ -81,13 +81,13 @@ def _stream(
         for _ in range(max_new_tokens):
             if reader.length + len(unread) > window:
                 reader.reset()
-                unread = text[-max(1, window // 2) :]
+                unread = tokens[-max(1, window // 2) :]
             with torch.no_grad():
                 logits = reader.read(unread)
             token = _choose(logits.float().cpu(), sampling)
             if token in stop_tokens:
                 return
-            text.append(token)
+            tokens.append(token)
             unread = [token]
             yield token
     finally:

@@ -60,7 +60,7 @@ class HuggingFaceModel(LanguageModel):
         from transformers import AutoModelForCausalLM
 
         load: Any = AutoModelForCausalLM.from_pretrained  # its declared type leaves the report out
-        before = torch.get_rng_state()
+        random_state = torch.get_rng_state()
         try:
             with _no_progress_bars():
                 inner, report = load(
@@ -77,7 +77,7 @@ class HuggingFaceModel(LanguageModel):
                 f"model {origin.name!r} cannot be loaded from {origin.folder} as a causal language model: {reason}"
             ) from error
         finally:
-            torch.set_rng_state(before)
+            torch.set_rng_state(random_state)
         _check_loaded(inner, report, origin)
         _check_causal(inner, origin)
         return cls(inner.train(), origin)
@@ -87,14 +87,14 @@ class HuggingFaceModel(LanguageModel):
         """Build the model of a folder's config.json, without its weights, on torch's present default device."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        before = torch.get_rng_state()
+        random_state = torch.get_rng_state()
         try:
             config = AutoConfig.from_pretrained(origin.folder, local_files_only=True, trust_remote_code=False)
             inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         except Exception as error:  # transformers raises what the model's own code raises
             raise ConfigError(f"model {origin.name!r} cannot be built from {origin.folder}: {error}") from error
         finally:
-            torch.set_rng_state(before)
+            torch.set_rng_state(random_state)
         return cls(inner.train(), origin)
 
     @property
@@ -124,11 +124,11 @@ class HuggingFaceModel(LanguageModel):
 
     def loss(self, tokens: Tensor, targets: Tensor, learnt: Tensor | None = None) -> Tensor:
         logits = self(tokens).flatten(0, 1)
-        wanted = targets.flatten()
+        wanted_targets = targets.flatten()
         if learnt is not None:
             logits = logits[learnt]
-            wanted = wanted[learnt]
-        return F.cross_entropy(logits.float(), wanted)
+            wanted_targets = wanted_targets[learnt]
+        return F.cross_entropy(logits.float(), wanted_targets)
 
     def reader(self, length: int) -> Reader:  # noqa: ARG002 - its cache grows with the text
         return _TransformersReader(self.inner)
@@ -181,16 +181,17 @@ def _saving_here(inner: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Progress bars would fill a worker's log, and leak semaphores in a process that exits at once."""
+    """Hide transformers' progress bars, which would fill a worker's log, and leak semaphores in a process that exits at
+    once."""
     from transformers.utils import logging
 
     bars: Any = logging  # not typed
-    shown = bars.is_progress_bar_enabled()
+    were_shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if were_shown:
             bars.enable_progress_bar()
 
 
@@ -222,10 +223,10 @@ def _check_causal(inner: Any, origin: Pretrained) -> None:
     inner.eval()
     rows = int(inner.get_input_embeddings().weight.shape[0])
     text = torch.arange(min(4, origin.max_sequence_length or 4))[None] % rows
-    changed = text.clone()
-    changed[0, -1] = (changed[0, -1] + 1) % rows
+    changed_text = text.clone()
+    changed_text[0, -1] = (changed_text[0, -1] + 1) % rows
     with torch.no_grad():
-        logits, changed_logits = (inner(input_ids=x, use_cache=False).logits[0, :-1] for x in (text, changed))
+        logits, changed_logits = (inner(input_ids=x, use_cache=False).logits[0, :-1] for x in (text, changed_text))
     if bool(((logits - changed_logits).abs() > _ROUNDING * logits.abs().amax(-1, keepdim=True)).any()):
         raise ConfigError(
             f"model {origin.name!r} is not causal: what it predicts depends on later tokens; give a causal language "

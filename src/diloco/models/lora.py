@@ -75,13 +75,13 @@ def check_peft() -> None:
 def add_adapters(inner: Any, config: LoraConfig, name: str) -> None:
     """Freeze a model of transformers and put adapters into it, in place; they are drawn from torch's generator.
 
-    `name`: of the model, in messages.
+    `name`: the model's name in messages.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    leaves = sorted({path.rpartition(".")[2] for path, module in inner.named_modules() if _is_linear(module)})
-    wanted = PeftConfig(
+    linear_names = sorted({path.rpartition(".")[2] for path, module in inner.named_modules() if _is_linear(module)})
+    peft_config = PeftConfig(
         r=config.rank or 0,
         lora_alpha=config.used_alpha,
         lora_dropout=config.dropout or 0.0,
@@ -91,11 +91,11 @@ def add_adapters(inner: Any, config: LoraConfig, name: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # peft sets fan_in_fan_out by itself where it is needed
-            inject_adapter_in_model(wanted, inner, adapter_name=_NAME)
+            inject_adapter_in_model(peft_config, inner, adapter_name=_NAME)
     except ValueError as error:  # of peft: no module has such a name, or one of them is no linear layer
         raise ConfigError(
             f"lora.targets = {config.targets or ALL_LINEAR} does not fit model {name!r}: {_first_line(error)}; its "
-            f"linear layers are {', '.join(leaves) or 'none'}"
+            f"linear layers are {', '.join(linear_names) or 'none'}"
         ) from error
     for path, parameter in inner.named_parameters():
         parameter.requires_grad_(_is_adapter(path))
@@ -130,20 +130,24 @@ def save_adapter(inner: Any, folder: Path, base: str) -> None:
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    used = inner.peft_config[_NAME]
+    peft_config = inner.peft_config[_NAME]
     weights = get_peft_model_state_dict(inner, adapter_name=_NAME, save_embedding_layers=False)
     weights = {
         f"base_model.model.{name}": tensor.detach().float().cpu().contiguous() for name, tensor in weights.items()
     }
-    changed = {"target_modules": sorted(used.target_modules), "base_model_name_or_path": base, "inference_mode": True}
-    values = json.loads(json.dumps(used.to_dict() | changed, default=sorted))
+    changed_fields = {
+        "target_modules": sorted(peft_config.target_modules),
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+    }
+    adapter_config = json.loads(json.dumps(peft_config.to_dict() | changed_fields, default=sorted))
     with replace_model_folder(folder) as new:
         save_file(weights, new / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
-        write_json(new / ADAPTER_CONFIG_FILE, values)
+        write_json(new / ADAPTER_CONFIG_FILE, adapter_config)
 
 
 def description(config: LoraConfig, digest: str) -> dict[str, object]:
-    """The part of a model's description that adapters add: it must be the same on all workers."""
+    """Return the part of a model's description that adapters add: it must be the same on all workers."""
     return {"lora": asdict(config), "frozen": digest}
 
 

@@ -68,11 +68,11 @@ def model_outline(
                 preset(model.name, vocab_size=vocab_size, max_sequence_length=sequence_length, shape=shape)
             )
         if uses_transformers(model.name):
-            before = torch.get_rng_state()
+            random_state = torch.get_rng_state()
             try:
                 return _with_adapters(HuggingFaceModel.outline(pretrained), lora)
             finally:
-                torch.set_rng_state(before)
+                torch.set_rng_state(random_state)
         return NativeModel(ModelConfig.from_hf_config(read_json(pretrained.folder / CONFIG_FILE)))
 
 

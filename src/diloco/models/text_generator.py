@@ -17,7 +17,8 @@ from diloco.models.pretrained import CONFIG_FILE, TOKENIZER_FILE, read_json
 from diloco.models.registry import open_model
 from diloco.models.tokenizer_files import TOKENIZER_CONFIG_FILE, open_tokenizer
 
-_CONTEXT = 4  # tokens that are decoded again with the next one, since decoders treat the start of a text differently
+_CONTEXT_TOKENS = 4
+"""Tokens that are decoded again with the next one, since decoders treat the start of a text differently."""
 _LONGEST_CHARACTER = 4  # bytes, and so tokens, of one character in UTF-8
 
 
@@ -41,8 +42,10 @@ class TextGenerator:
         """Yield the continuation of `prompt` in pieces, up to its end or `max_tokens`. The prompt is checked at
         once."""
         tokens = self._tokenizer.encode(prompt)
-        new = self._new(tokens, max_tokens, _sampling(temperature, top_k, seed), self._tokenizer.stop_tokens)
-        return self._tokenizer.pieces(tokens, new)
+        new_tokens = self._generate_tokens(
+            tokens, max_tokens, _sampling(temperature, top_k, seed), self._tokenizer.stop_tokens
+        )
+        return self._tokenizer.pieces(tokens, new_tokens)
 
     def answer(
         self,
@@ -59,8 +62,8 @@ class TextGenerator:
         known."""
         tokens = self._tokenizer.encode_conversation(conversation)
         ends = self._tokenizer.end_tokens(answer_end)
-        new = self._new(tokens, max_tokens, _sampling(temperature, top_k, seed), ends)
-        pieces = self._tokenizer.pieces(tokens, new)
+        new_tokens = self._generate_tokens(tokens, max_tokens, _sampling(temperature, top_k, seed), ends)
+        pieces = self._tokenizer.pieces(tokens, new_tokens)
         return until(pieces, answer_end) if answer_end else pieces
 
     def fits(self, conversation: str) -> bool:
@@ -68,11 +71,13 @@ class TextGenerator:
         window = self._model.max_sequence_length
         return window is None or len(self._tokenizer.encode_conversation(conversation)) < window
 
-    def _new(self, tokens: list[int], most: int, sampling: Sampling, ends: Container[int]) -> Iterator[int]:
+    def _generate_tokens(
+        self, tokens: list[int], max_tokens: int, sampling: Sampling, ends: Container[int]
+    ) -> Iterator[int]:
         window = self._model.max_sequence_length
         if window is not None and len(tokens) > window:
             raise ConfigError(f"the prompt has {len(tokens)} tokens and the model takes {window}: give a shorter one")
-        return stream(self._model, tokens, most, sampling, ends)
+        return stream(self._model, tokens, max_tokens, sampling, ends)
 
 
 def _sampling(temperature: float, top_k: int | None, seed: int | None) -> Sampling:
@@ -120,21 +125,21 @@ class PromptTokenizer:
 
     def pieces(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text of `tokens`, which follow `prompt`, in pieces of whole characters."""
-        recent = list(prompt[-_CONTEXT:])
-        shown = self._decode(recent)
-        waiting = 0
+        recent = list(prompt[-_CONTEXT_TOKENS:])
+        yielded_text = self._decode(recent)
+        num_unshown = 0
         for token in tokens:
             recent.append(token)
             text = self._decode(recent)
-            waiting += 1
-            if text.endswith("\N{REPLACEMENT CHARACTER}") and waiting < _LONGEST_CHARACTER:
+            num_unshown += 1
+            if text.endswith("\N{REPLACEMENT CHARACTER}") and num_unshown < _LONGEST_CHARACTER:
                 continue  # perhaps the first bytes of a character
-            yield text[len(shown) :]
-            recent = recent[-_CONTEXT:]
-            waiting = 0
-            shown = self._decode(recent)
-        if waiting:
-            yield self._decode(recent)[len(shown) :]
+            yield text[len(yielded_text) :]
+            recent = recent[-_CONTEXT_TOKENS:]
+            num_unshown = 0
+            yielded_text = self._decode(recent)
+        if num_unshown:
+            yield self._decode(recent)[len(yielded_text) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._inner.decode(tokens, skip_special_tokens=True))
@@ -157,15 +162,15 @@ def _stop_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
 
 def until(pieces: Iterable[str], end: str) -> Iterator[str]:
     """Yield the text before `end`, in pieces; what may be the beginning of `end` is held back until it is certain."""
-    held = ""
+    held_back = ""
     for piece in pieces:
-        held += piece
-        before, separator, _ = held.partition(end)
+        held_back += piece
+        before, separator, _ = held_back.partition(end)
         if separator:
             yield before
             return
-        most = min(len(end) - 1, len(held))
-        kept = next((count for count in range(most, 0, -1) if end.startswith(held[-count:])), 0)
-        yield held[: len(held) - kept]
-        held = held[len(held) - kept :]
-    yield held
+        longest = min(len(end) - 1, len(held_back))
+        overlap = next((count for count in range(longest, 0, -1) if end.startswith(held_back[-count:])), 0)
+        yield held_back[: len(held_back) - overlap]
+        held_back = held_back[len(held_back) - overlap :]
+    yield held_back

@@ -38,9 +38,11 @@ def open_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def is_same_tokenizer(path: Path, other: Path) -> bool:
+def is_same_tokenizer(path: Path, other_path: Path) -> bool:
     """Whether two tokenizer.json files describe the same tokenizer, whatever their layout."""
-    return path.is_file() and other.is_file() and open_tokenizer(path).to_str() == open_tokenizer(other).to_str()
+    return (
+        path.is_file() and other_path.is_file() and open_tokenizer(path).to_str() == open_tokenizer(other_path).to_str()
+    )
 
 
 def check_tokenizer(path: Path, vocab_size: int, end_of_text: str | None) -> int | None:

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diloco.cli.main import run
+from diloco.cli.runs.export import parse_size
 from diloco.core.config import OuterConfig, SyncConfig
 from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.models.choice import ModelChoice
-from diloco.models.folders import size_bytes
 from diloco.training.config.run import InnerConfig, RunConfig
 from support.pretrained_models import FAMILIES, logits, make_folder, make_run, some_tokens
 
@@ -165,10 +165,10 @@ def test_an_export_that_fails_midway_leaves_nothing(
     ("text", "size"), [("5GB", 5 * 10**9), ("1.5 kib", 1536), ("300M", 3 * 10**8), ("12", 12), ("2TiB", 2**41)]
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
-    assert size_bytes(text) == size
+    assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "5XB", "1e9", "nan"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
-        size_bytes(text)
+        parse_size(text)

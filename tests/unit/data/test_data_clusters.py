@@ -175,8 +175,8 @@ def test_another_model_is_another_corpus(config: DataConfig, model: Path, tmp_pa
 def test_features_are_the_mean_of_the_last_layer_over_the_tokens_that_are_there(model: Path) -> None:
     found = feature_model(model)
     assert found.length == 48
-    long, short = found.of(["court statute appeal " * 30, "sail"])
-    alone = found.of(["sail"])[0]
+    long, short = found.compute(["court statute appeal " * 30, "sail"])
+    alone = found.compute(["sail"])[0]
     np.testing.assert_allclose(short, alone, atol=1e-5)  # neither padding nor company changes it
     from diloco.models.native.model import load_model
 
@@ -188,7 +188,7 @@ def test_features_are_the_mean_of_the_last_layer_over_the_tokens_that_are_there(
 
 
 def test_a_passage_without_any_token_has_features_too(model: Path) -> None:
-    assert np.isfinite(feature_model(model).of([""])).all()
+    assert np.isfinite(feature_model(model).compute([""])).all()
 
 
 def test_what_is_no_model_is_refused_by_name(config: DataConfig, tmp_path: Path) -> None:

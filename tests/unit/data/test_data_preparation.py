@@ -182,7 +182,7 @@ def test_second_preparation_opens_the_cache_and_builds_nothing(
     assert all(total is not None and 0 <= done <= total for _, done, total in stages)
     told = [(done, total) for stage, done, total in stages if stage == "tokenising"]
     assert told[-1][0] == told[-1][1]
-    monkeypatch.setattr(corpus_cache, "_run", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(corpus_cache, "_run_preparation", lambda *_: pytest.fail("built again"))
     assert prepare(replace(config, sequence_length=64)) == first
 
 

@@ -2,6 +2,7 @@
 
 Of a run with LoRA that is the model with the adapters merged into it or, with --adapter, the adapters alone."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +16,13 @@ from rich.text import Text
 from diloco.cli.config_parser import parse_config
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.history.run_history import history_until
-from diloco.models.folders import check_unused, size_bytes
+from diloco.models.folders import check_unused
 from diloco.training.config.run_file import merge, read_run_file
 from diloco.training.records.model_card import model_card
 from diloco.training.records.run_folder import ADAPTER_FOLDER, MODEL_FOLDER, RUN_FILE, check_run_folder, run_model
 from diloco.training.records.summary import read_summary, summarize
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def export(
@@ -51,7 +54,7 @@ def export(
     """
     if adapter and (dtype != "float32" or max_shard_size != "5GB"):
         raise ConfigError("--dtype and --max-shard-size have no effect with --adapter: leave them out")
-    most = size_bytes(max_shard_size)
+    max_shard_bytes = parse_size(max_shard_size)
     check_unused(to.expanduser())
     console = Console()
     source = _ended(run, dtype, adapter) if checkpoint is None else _saved(run, checkpoint, dtype, adapter)
@@ -64,7 +67,7 @@ def export(
                 console.print(Text(f"exported to {to}"), soft_wrap=True)
                 return
             tell = lambda done, total: status.update(f"writing the weights: {done} of {total} files")  # noqa: E731
-            export_model(folder, to, dtype=dtype, max_shard_bytes=most, card=card, progress=tell)
+            export_model(folder, to, dtype=dtype, max_shard_bytes=max_shard_bytes, card=card, progress=tell)
         except OSError as error:
             raise DiLoCoError(f"the model cannot be written to {to} ({error}): make room or choose another") from error
     console.print(Text(f"exported to {to}"), soft_wrap=True)
@@ -103,3 +106,12 @@ def _saved(run: Path, checkpoint: str, dtype: str, adapter: bool) -> Iterator[tu
     with TemporaryDirectory(dir=run, prefix=".export-") as temporary:
         write_model(model, corpus, Path(temporary))
         yield Path(temporary) / MODEL_FOLDER, card
+
+
+def parse_size(text: str) -> int:
+    """Read `5GB` or `300 MiB` as a number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    size = float(match[1]) * _UNITS.get(match[2], 0) if match else 0
+    if size < 1:
+        raise ConfigError(f"{text!r} is not a size: give a number and a unit, such as 5GB or 300MB")
+    return int(size)

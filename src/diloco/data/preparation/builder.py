@@ -34,7 +34,7 @@ from diloco.data.preparation.partitions import (
     MAX_LABELS,
     LoadFeatures,
     Partition,
-    Progress,
+    ReportProgress,
     open_partition,
 )
 from diloco.data.preparation.passages import DIGEST_BYTES, Passage, Passages, Walk
@@ -81,7 +81,12 @@ class Preparation:
     """The preparation of one corpus, in a folder to which no other process writes."""
 
     def __init__(
-        self, config: DataConfig, source: Source, folder: Path, progress: Progress, load_features: LoadFeatures | None
+        self,
+        config: DataConfig,
+        source: Source,
+        folder: Path,
+        progress: ReportProgress,
+        load_features: LoadFeatures | None,
     ) -> None:
         self.config = config
         self.source = source
@@ -280,15 +285,15 @@ class Preparation:
         files = {}
         for number, name in enumerate(self.writer.names):
             self._progress("counting tokens", number, len(self.writer.names))
-            part = hashlib.sha256()
+            file_hash = hashlib.sha256()
             with (self.folder / name).open("rb") as file:
                 while content := file.read(1 << 24):
-                    part.update(content)
+                    file_hash.update(content)
                     kind = "validation" if name == VALIDATION else "train"
                     tokens = np.frombuffer(content, dtype)
                     learnt = tokens[tokens & mask_bit(dtype) == 0] if masked else tokens
                     counts[kind] += np.bincount(learnt, minlength=size)
-            files[name] = part.hexdigest()
+            files[name] = file_hash.hexdigest()
         tokenizer = (self.folder / TOKENIZER).read_bytes()
         digest = corpus_digest(tokenizer, files, masked=masked, chat_template=self.source.chat_template)
         return counts, digest, files
@@ -360,9 +365,9 @@ class ShardWriter:
             return [np.array([*tokens, end], self._dtype) for tokens in encoded]
         pieces: list[NDArray[Any]] = [np.empty(0)] * len(passages)
         for is_chat in (False, True):
-            chosen = [index for index, passage in enumerate(passages) if passage.is_chat == is_chat]
-            encoded_chats = self._tokenizer.encode_chats([passages[i].text for i in chosen], special=is_chat)
-            for index, (tokens, spans) in zip(chosen, encoded_chats, strict=True):
+            indices_of_kind = [index for index, passage in enumerate(passages) if passage.is_chat == is_chat]
+            encoded_chats = self._tokenizer.encode_chats([passages[i].text for i in indices_of_kind], special=is_chat)
+            for index, (tokens, spans) in zip(indices_of_kind, encoded_chats, strict=True):
                 pieces[index] = self._masked_piece(passages[index], tokens, spans)
         return pieces
 
@@ -413,16 +418,16 @@ def train_tokenizer(config: DataConfig, source: Source) -> Tokenizer:
 
 def _tokenizer_sample(passages: Passages) -> Iterator[str]:
     """Yield training passages of about TOKENIZER_SAMPLE_BYTES in all, spread evenly over a source of known size."""
-    known = passages.size_bytes
-    share = 1.0 if known is None else min(1.0, TOKENIZER_SAMPLE_BYTES / max(1, known))
-    taken = 0
+    source_bytes = passages.size_bytes
+    share = 1.0 if source_bytes is None else min(1.0, TOKENIZER_SAMPLE_BYTES / max(1, source_bytes))
+    sampled_bytes = 0
     for passage in passages:
         if passage.is_validation:
             continue
-        if taken <= share * passages.walk.train_bytes:
-            taken += passage.size_bytes
+        if sampled_bytes <= share * passages.walk.train_bytes:
+            sampled_bytes += passage.size_bytes
             yield passage.text
-        if known is None and taken >= TOKENIZER_SAMPLE_BYTES:
+        if source_bytes is None and sampled_bytes >= TOKENIZER_SAMPLE_BYTES:
             return  # a stream may have no end
 
 

@@ -29,7 +29,7 @@ from diloco.atomic_files import PARTIAL, move_folder
 from diloco.data.config import DataConfig
 from diloco.data.corpus import FORMAT_VERSION, META, Corpus
 from diloco.data.preparation.builder import Preparation
-from diloco.data.preparation.partitions import LoadFeatures, Progress, model_identity
+from diloco.data.preparation.partitions import LoadFeatures, ReportProgress, model_identity
 from diloco.data.sources.base import Source
 from diloco.data.sources.registry import open_source
 from diloco.data.tokenizer import find_tokenizer
@@ -51,7 +51,9 @@ _held: dict[str, int] = {}
 CorpusState = Literal["ready", "in use", "being prepared", "interrupted", "outdated"]
 
 
-def prepare(config: DataConfig, progress: Progress | None = None, load_features: LoadFeatures | None = None) -> Corpus:
+def prepare(
+    config: DataConfig, progress: ReportProgress | None = None, load_features: LoadFeatures | None = None
+) -> Corpus:
     """Open the corpus that `config` describes, or build it if it is not in the cache.
 
     `progress` is not called if it is in the cache; `load_features` is needed where data.partition = clusters.
@@ -66,8 +68,8 @@ def prepare(config: DataConfig, progress: Progress | None = None, load_features:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
         with _preparation_lock(folder, report):
-            return _open_cached(folder) or _run(
-                Preparation(config, source, _working(folder), report, load_features), folder
+            return _open_cached(folder) or _run_preparation(
+                Preparation(config, source, _working_folder(folder), report, load_features), folder
             )
     except OSError as error:
         raise DataError(
@@ -76,7 +78,7 @@ def prepare(config: DataConfig, progress: Progress | None = None, load_features:
         ) from error
 
 
-def _run(preparation: Preparation, folder: Path) -> Corpus:
+def _run_preparation(preparation: Preparation, folder: Path) -> Corpus:
     """Run the preparation, or the rest of it, and move the result into the cache."""
     try:
         preparation.run()
@@ -106,9 +108,9 @@ def cache_root(config: DataConfig) -> Path:
     """Return the folder of prepared corpora."""
     if config.cache_dir is not None:
         return Path(config.cache_dir).expanduser()
-    given = os.environ.get("XDG_CACHE_HOME", "")
+    xdg_cache_home = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore a relative path.
-    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    base = Path(xdg_cache_home) if Path(xdg_cache_home).is_absolute() else Path.home() / ".cache"
     return base / "diloco"
 
 
@@ -142,7 +144,7 @@ def _cache_name(config: DataConfig, source: Source) -> str:
     return f"{label}-{digest[:16]}"
 
 
-def _working(folder: Path) -> Path:
+def _working_folder(folder: Path) -> Path:
     """Return the folder in which the corpus is built: beside its final place, so that the rename is atomic."""
     return folder.parent / f".{folder.name}{PREPARING}"
 
@@ -152,7 +154,7 @@ def _lock_path(folder: Path) -> Path:
 
 
 @contextmanager
-def _preparation_lock(folder: Path, progress: Progress) -> Iterator[None]:
+def _preparation_lock(folder: Path, progress: ReportProgress) -> Iterator[None]:
     """Wait for a process that prepares this corpus, and keep others from it. The system releases the lock of a
     holder that dies."""
     path = _lock_path(folder)
@@ -198,7 +200,9 @@ def lock_corpus(folder: Path) -> Iterator[bool]:
 
 def _remove_abandoned(folder: Path) -> None:
     """Delete interrupted preparations of other corpora that were not continued for a week, and interrupted moves."""
-    for leftover in {*folder.parent.glob(f".*{PREPARING}"), *folder.parent.glob(f".*{PARTIAL}")} - {_working(folder)}:
+    for leftover in {*folder.parent.glob(f".*{PREPARING}"), *folder.parent.glob(f".*{PARTIAL}")} - {
+        _working_folder(folder)
+    }:
         with suppress(FileNotFoundError):  # it has just been finished
             last_write = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
             if time.time() - last_write > ABANDONED_AFTER_SECONDS:
@@ -323,24 +327,24 @@ def _delete(corpus: CachedCorpus, free: bool) -> None:
 def _describe_preparation(folder: Path, name: str) -> CachedCorpus:
     with lock_corpus(folder.parent / name) as free:
         state: CorpusState = "interrupted" if free else "being prepared"
-    size, last = _files(folder)
-    return CachedCorpus(name, folder, state, size, last)
+    size, last_change = _size_and_last_change(folder)
+    return CachedCorpus(name, folder, state, size, last_change)
 
 
 def _describe_corpus(folder: Path) -> CachedCorpus:
-    size, last = _files(folder)
+    size, last_change = _size_and_last_change(folder)
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         numbers = (int(meta["documents"]), sum(meta["shard_tokens"]) + int(meta["validation_tokens"]))
         version = meta["version"]
     except (OSError, ValueError, TypeError, KeyError):
-        return CachedCorpus(folder.name, folder, "interrupted", size, last)  # a corpus that was being received
+        return CachedCorpus(folder.name, folder, "interrupted", size, last_change)  # a corpus that was being received
     with unused(folder) as free:
         state: CorpusState = "in use" if not free else "ready" if version == FORMAT_VERSION else "outdated"
     return CachedCorpus(folder.name, folder, state, size, (folder / META).stat().st_mtime, *numbers)
 
 
-def _files(folder: Path) -> tuple[int, float]:
+def _size_and_last_change(folder: Path) -> tuple[int, float]:
     """Return the size of all files of a folder, and the time of the last change."""
     statuses = [path.stat() for path in (folder, *folder.iterdir())]
     return sum(status.st_size for status in statuses[1:]), max(status.st_mtime for status in statuses)

@@ -39,7 +39,7 @@ Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 Labels = dict[str, int]
 """The shard of each label."""
-Progress = Callable[[str, int, int | None], None]
+ReportProgress = Callable[[str, int, int | None], None]
 """Called with (stage, done, total) while a corpus is prepared; `total` is None if it is unknown."""
 
 CLUSTERS_FILE = "clusters.npz"
@@ -87,8 +87,10 @@ class LabelPartition(Partition):
 
     def __init__(self, labels: Labels, loads: Sequence[int], written: Mapping[str, Sequence[int]]) -> None:
         """`loads`: the tokens of each shard so far; `written`: those of each label in each shard."""
-        late = {label: list(tokens).index(max(tokens)) for label, tokens in written.items() if label not in labels}
-        self._labels = labels | late
+        late_labels = {
+            label: list(tokens).index(max(tokens)) for label, tokens in written.items() if label not in labels
+        }
+        self._labels = labels | late_labels
         self._loads = list(loads)
 
     def assign(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
@@ -155,13 +157,13 @@ class FeatureModel:
     features: Callable[[Int64], Float32]
     """[n, length] tokens, −1 after the end of a shorter passage -> [n, D]."""
 
-    def of(self, texts: Sequence[str]) -> Float32:
+    def compute(self, texts: Sequence[str]) -> Float32:
         """Compute [n, D] features of the texts."""
         encoded = self.tokenizer.encode_batch([text[: self.length * CHARACTERS_PER_TOKEN] for text in texts])
         tokens = np.full((len(texts), self.length), -1, np.int64)
         for row, text_tokens in zip(tokens, encoded, strict=True):
-            seen = text_tokens[: self.length] or [self.tokenizer.end_of_text]
-            row[: len(seen)] = seen
+            first_tokens = text_tokens[: self.length] or [self.tokenizer.end_of_text]
+            row[: len(first_tokens)] = first_tokens
         return self.features(tokens)
 
 
@@ -228,22 +230,24 @@ class ClusterPartition(Partition):
     def assign(self, passages: Sequence[tuple[Passage, int]]) -> list[int]:
         if not passages:
             return []
-        features = self._model.of([passage.text for passage, _ in passages])
+        features = self._model.compute([passage.text for passage, _ in passages])
         shards: list[int] = self._clusters.assign(features).tolist()
         return shards
 
 
-def find_clusters(passages: Iterable[Passage], model: FeatureModel, clusters: int, progress: Progress) -> Clusters:
+def find_clusters(
+    passages: Iterable[Passage], model: FeatureModel, clusters: int, progress: ReportProgress
+) -> Clusters:
     """Find the clusters of a source on a sample of its passages."""
-    chosen = sample(passages, model.length)
-    if not chosen:
+    sampled = sample(passages, model.length)
+    if not sampled:
         raise DataError("data.partition = clusters: the source has no text to group; give more text")
     parts = []
-    for start in range(0, len(chosen), PASSAGES_AT_ONCE):
-        progress("finding clusters", start, len(chosen))
-        parts.append(model.of([text for text, _ in chosen[start : start + PASSAGES_AT_ONCE]]))
-    progress("finding clusters", len(chosen), len(chosen))
-    sizes = np.array([size for _, size in chosen], np.int64)
+    for start in range(0, len(sampled), PASSAGES_AT_ONCE):
+        progress("finding clusters", start, len(sampled))
+        parts.append(model.compute([text for text, _ in sampled[start : start + PASSAGES_AT_ONCE]]))
+    progress("finding clusters", len(sampled), len(sampled))
+    sizes = np.array([size for _, size in sampled], np.int64)
     return Clusters.fit(np.concatenate(parts), sizes, clusters)
 
 
@@ -252,17 +256,17 @@ def sample(passages: Iterable[Passage], length: int) -> list[tuple[str, int]]:
 
     The passages with the smallest hashes: each has the same chance, whatever its position and their number.
     """
-    kept: list[tuple[int, str, int]] = []  # a heap: the largest hash first
+    smallest: list[tuple[int, str, int]] = []  # a heap: the largest hash first
     for passage in passages:
         if passage.is_validation:
             continue
         digest = int.from_bytes(hashlib.blake2b(passage.text.encode(), digest_size=8).digest(), "big")
         item = (-digest, passage.text[: length * CHARACTERS_PER_TOKEN], passage.size_bytes)
-        if len(kept) < SAMPLE_PASSAGES:
-            heapq.heappush(kept, item)
-        elif item > kept[0]:
-            heapq.heapreplace(kept, item)
-    return [(text, size) for _, text, size in sorted(kept, reverse=True)]
+        if len(smallest) < SAMPLE_PASSAGES:
+            heapq.heappush(smallest, item)
+        elif item > smallest[0]:
+            heapq.heapreplace(smallest, item)
+    return [(text, size) for _, text, size in sorted(smallest, reverse=True)]
 
 
 def model_identity(folder: str) -> list[tuple[str, int, int]]:
@@ -283,7 +287,7 @@ def open_partition(
     folder: Path,
     loads: Sequence[int],
     label_tokens: Mapping[str, Sequence[int]],
-    progress: Progress,
+    progress: ReportProgress,
     load_features: LoadFeatures | None,
 ) -> Partition:
     """Return the partition of `data.partition`, continued from the last commit of an interrupted preparation.
@@ -299,8 +303,10 @@ def open_partition(
     if config.partition == "labels":
         path = folder / LABELS_FILE
         if not path.exists():
-            counted = find_labels(bounded, config.shards, lambda: progress("counting labels", *passages.progress()))
-            write_file(path, json.dumps(counted))
+            labels_found = find_labels(
+                bounded, config.shards, lambda: progress("counting labels", *passages.progress())
+            )
+            write_file(path, json.dumps(labels_found))
         labels: Labels = json.loads(path.read_text(encoding="utf-8"))
         return LabelPartition(labels, loads, label_tokens)
     assert config.feature_model is not None

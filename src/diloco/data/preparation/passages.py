@@ -72,8 +72,8 @@ class Passages:
         self.seen: set[bytes] = set()
         self.new_digests: list[bytes] = []
         """Digests of the documents used since the caller last saved and cleared this list."""
-        known = [size for size in (source.size_bytes, config.max_bytes) if size is not None]
-        self.size_bytes = min(known) if known else None
+        known_sizes = [size for size in (source.size_bytes, config.max_bytes) if size is not None]
+        self.size_bytes = min(known_sizes) if known_sizes else None
         """Approximate size of the text; None if unknown."""
         share = LONGEST_LIMIT if self.size_bytes is None else self.size_bytes // PASSAGES_AT_LEAST
         self._source_before = 0
@@ -84,13 +84,13 @@ class Passages:
         walk = self.walk
         for document in self._bounded_documents():
             if walk.inside or self._is_wanted(document):
-                given = 0
-                whole = document.is_passage
-                for number, text in enumerate([document.text] if whole else cut(document.text, self._limit)):
-                    given += len(text)
+                yielded_characters = 0
+                texts = [document.text] if document.is_passage else cut(document.text, self._limit)
+                for number, text in enumerate(texts):
+                    yielded_characters += len(text)
                     if number == walk.inside:
                         walk.inside += 1
-                        self._share = given / len(document.text)
+                        self._share = yielded_characters / len(document.text)
                         yield self._assign(text, document)
             self._source_before = self.source.progress()[0]
             self._share = 0.0
@@ -107,8 +107,8 @@ class Passages:
             bounds.append((self.walk.taken, self.config.max_documents))
         if self.config.max_bytes is not None:
             bounds.append((self.walk.train_bytes + self.walk.validation_bytes, self.config.max_bytes))
-        known = [(done, total) for done, total in bounds if total]
-        return max(known, key=lambda pair: pair[0] / pair[1]) if known else (self.walk.taken, None)
+        known_bounds = [(done, total) for done, total in bounds if total]
+        return max(known_bounds, key=lambda pair: pair[0] / pair[1]) if known_bounds else (self.walk.taken, None)
 
     def _bounded_documents(self) -> Iterator[Document]:
         most_documents = self.config.max_documents
@@ -119,11 +119,11 @@ class Passages:
             if most_bytes is None:
                 yield document
                 continue
-            left = most_bytes - self.walk.taken_bytes
-            if len(document.text.encode()) > left:
+            bytes_left = most_bytes - self.walk.taken_bytes
+            if len(document.text.encode()) > bytes_left:
                 if document.is_passage:
                     return
-                document = document._replace(text=document.text.encode()[:left].decode(errors="ignore"))
+                document = document._replace(text=document.text.encode()[:bytes_left].decode(errors="ignore"))
                 if document.text:
                     yield document
                 return

@@ -22,6 +22,7 @@ from diloco.data.corpus import (
     shard_name,
 )
 from diloco.data.preparation.corpus_cache import cache_root, hold
+from diloco.data.preparation.partitions import ReportProgress
 from diloco.data.tokenizer import TOKENIZER_CONFIG_FILES, Tokenizer
 from diloco.errors import DataError
 
@@ -36,9 +37,6 @@ class FetchVerified(Protocol):
     """Fetches a file of at most `most_bytes` with SHA-256 `digest`, from another worker if one sends other bytes."""
 
     def __call__(self, name: str, path: Path, most_bytes: int, digest: str) -> None: ...
-
-
-Progress = Callable[[str, int, int | None], None]
 
 
 def corpus_files(corpus: Corpus) -> dict[str, Path]:
@@ -86,7 +84,7 @@ def receive_metadata(folder: Path, digest: str, fetch: Fetch) -> CorpusMeta:
 
 
 def receive_files(
-    folder: Path, meta: CorpusMeta, shards: Iterable[int], fetch: FetchVerified, progress: Progress
+    folder: Path, meta: CorpusMeta, shards: Iterable[int], fetch: FetchVerified, progress: ReportProgress
 ) -> Corpus:
     """Receive the validation text and these shards, except files already here; every file is checked."""
     names = [VALIDATION, *map(shard_name, shards)]

@@ -17,6 +17,8 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class Document(NamedTuple):
+    """A document of a source, or a row or file that has none because it cannot be used."""
+
     text: str
     label: str | None = None
     """The origin of the document, if the source knows it; used to measure a partition, or to make one."""

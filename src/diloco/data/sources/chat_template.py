@@ -31,8 +31,10 @@ Message = Mapping[str, Any]
 
 @final
 class ChatTemplate:
+    """A tokenizer's or a user's template, which writes conversations and says which characters the assistant wrote."""
+
     def __init__(self, source: str, special_tokens: Mapping[str, str], name: str) -> None:
-        """`name`: of the template, in messages."""
+        """`name`: the template's name in messages."""
         from jinja2 import TemplateError
 
         self.source = source
@@ -66,15 +68,15 @@ class ChatTemplate:
 
     def ask(self, messages: Sequence[Message]) -> str:
         """Write a conversation up to where the assistant's next message begins."""
-        asked = self._text(messages, None, prompt=True)
-        if not messages or asked != self._text(messages, None):
-            return _unmarked(asked)[0] if self._marks else asked
+        prompt_text = self._text(messages, None, prompt=True)
+        if not messages or prompt_text != self._text(messages, None):
+            return _unmarked(prompt_text)[0] if self._marks else prompt_text
         # A template that does not know add_generation_prompt: all before the answer in a conversation that has one.
         return self.write([*messages, {"role": "assistant", "content": _CONTENT}]).partition(_CONTENT)[0]
 
     def answer_end(self) -> str:
-        """What follows an answer, without spaces: the end of the turn or, if there is no mark of it, the beginning of
-        the user's next message. Empty if the template does not show it."""
+        """Return the text that follows an answer, without spaces: the end of the turn or, if there is no mark of it,
+        the beginning of the user's next message. Empty if the template does not show it."""
         question = {"role": "user", "content": "x"}
         answer = {"role": "assistant", "content": _CONTENT}
         for conversation in ([question, answer], [question, answer, {"role": "user", "content": _NEXT}]):
@@ -128,27 +130,27 @@ def load_template(config: DataConfig) -> ChatTemplate:
     """Load the template of data.chat_template or else of the tokenizer; DataError with the remedy if there is none."""
     tokenizer = None if config.tokenizer is None else find_tokenizer(config.tokenizer)
     special = {} if tokenizer is None else tokenizer.special_tokens
-    given = config.chat_template
-    if given is not None and given in NAMED:
-        return ChatTemplate(NAMED[given], special, f"the template {given!r}")
-    if given is not None:
-        path = Path(given).expanduser()
+    name = config.chat_template
+    if name is not None and name in NAMED:
+        return ChatTemplate(NAMED[name], special, f"the template {name!r}")
+    if name is not None:
+        path = Path(name).expanduser()
         try:
             source = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                f"data.chat_template {given!r} cannot be read: {error}; give a file with a Jinja template, or "
+                f"data.chat_template {name!r} cannot be read: {error}; give a file with a Jinja template, or "
                 f"{' or '.join(NAMED)}"
             ) from error
-        return ChatTemplate(source, special, f"the template {given}")
+        return ChatTemplate(source, special, f"the template {name}")
     if tokenizer is None or tokenizer.chat_template is None:
-        what = (
+        problem = (
             "no tokenizer is given"
             if tokenizer is None
             else f"data.tokenizer {config.tokenizer!r} has no chat template"
         )
         raise DataError(
-            f"data.format = {config.format} needs a chat template, and {what}: give one with --data.chat_template "
+            f"data.format = {config.format} needs a chat template, and {problem}: give one with --data.chat_template "
             "FILE, or use a common one with --data.chat_template chatml"
         )
     return ChatTemplate(tokenizer.chat_template, special, f"the chat template of {config.tokenizer}")

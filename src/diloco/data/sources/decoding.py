@@ -147,8 +147,8 @@ class TextReader:
         """Yield lines with their ends. A line ends at "\\n" only."""
         parts: list[str] = []
         while chunk := self.read():
-            *whole, rest = chunk.split("\n")
-            for line in whole:
+            *complete, rest = chunk.split("\n")
+            for line in complete:
                 yield "".join([*parts, line, "\n"])
                 parts.clear()
             if rest:

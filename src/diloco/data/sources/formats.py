@@ -190,16 +190,16 @@ class JsonValues:
                 return
         while self._next_character():
             yield self._value()
-            after = self._next_character()
+            separator = self._next_character()
             if not is_array:
                 continue
             self._at += 1
-            if after == "]":
+            if separator == "]":
                 self._check_end()
                 return
-            if after == "," and self._next_character():
+            if separator == "," and self._next_character():
                 continue
-            if after:
+            if separator:
                 raise _BrokenJson(f"',' or ']' is missing at character {self._before + self._at:,}")
         if is_array:
             raise _BrokenJson("the array has no end")
@@ -227,10 +227,10 @@ class JsonValues:
                 raise _BrokenJson(f"it is nested too deeply at character {self._before + self._at + 1:,}") from error
             except json.JSONDecodeError as error:
                 place = self._before + error.pos + 1
-                cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _NEAR_END
-                if cut and len(self._text) - self._at > LONGEST_ROW:
+                may_be_cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _NEAR_END
+                if may_be_cut and len(self._text) - self._at > LONGEST_ROW:
                     raise _BrokenJson(f"a row is longer than {LONGEST_ROW >> 20} Mi characters") from error
-                if not (cut and self._read_more()):
+                if not (may_be_cut and self._read_more()):
                     raise _BrokenJson(f"{error.msg} at character {place:,}") from error
             except ValueError as error:  # a number of thousands of digits
                 raise _BrokenJson(f"{error}, in the value at character {self._before + self._at + 1:,}") from error
@@ -241,18 +241,18 @@ class JsonValues:
 
     def _read_more(self) -> bool:
         """Drop what was taken, and read at least as much as is left. Returns whether anything came."""
-        kept = self._text[self._at :]
+        remaining = self._text[self._at :]
         self._before += self._at
         self._at = 0
-        parts = [kept]
-        wanted = max(1, len(kept))
-        while self._more and wanted > 0:
+        parts = [remaining]
+        missing = max(1, len(remaining))
+        while self._more and missing > 0:
             chunk = self._reader.read()
             self._more = bool(chunk)
             parts.append(chunk)
-            wanted -= len(chunk)
+            missing -= len(chunk)
         self._text = "".join(parts)
-        return len(self._text) > len(kept)
+        return len(self._text) > len(remaining)
 
 
 # Tables

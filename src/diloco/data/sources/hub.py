@@ -102,13 +102,13 @@ class HuggingFaceDataset(Source):
     def _streamed(self) -> Any:
         datasets = _import_datasets()
         revision = self.fingerprint() or None
-        where = self.name if self.folder is None else str(self.folder)
+        path_or_name = self.name if self.folder is None else str(self.folder)
         dataset = datasets.load_dataset(
-            where, self.config_name, split=self.split or "train", streaming=True, revision=revision
+            path_or_name, self.config_name, split=self.split or "train", streaming=True, revision=revision
         )
         splits = dataset.info.splits or {}
-        known = splits.get(self.split or "train")
-        self._total = known.num_examples or None if known is not None else None
+        split_info = splits.get(self.split or "train")
+        self._total = split_info.num_examples or None if split_info is not None else None
         return dataset
 
     def _saved(self) -> Any:
@@ -133,12 +133,12 @@ class HuggingFaceDataset(Source):
 
 def parse(spec: str) -> tuple[str, str | None, str | None]:
     """Return (name, configuration, split) of `hf:NAME[:CONFIG][@SPLIT]`; a path may contain : and @."""
-    rest = spec.removeprefix(PREFIX)
-    if _folder(rest) is not None:
-        return rest, None, None
-    name, _, split = rest.partition("@") if "@" in rest.rpartition("/")[2] else (rest, "", "")
+    locator = spec.removeprefix(PREFIX)
+    if _folder(locator) is not None:
+        return locator, None, None
+    name, _, split = locator.partition("@") if "@" in locator.rpartition("/")[2] else (locator, "", "")
     name, _, config_name = name.partition(":")
-    if not name or ("@" in rest and not split) or (":" in rest and not config_name):
+    if not name or ("@" in locator and not split) or (":" in locator and not config_name):
         raise DataError(f"data.source {spec!r} is not of the form hf:NAME[:CONFIG][@SPLIT], as in hf:allenai/c4:en")
     if name.startswith(("/", "./", "../", "~")) and _folder(name) is None:
         raise DataError(f"data.source {spec!r}: there is no folder {name}")
@@ -158,7 +158,7 @@ def _import_datasets() -> Any:
     return datasets
 
 
-def _revision(name: str, what: str) -> str:
+def _revision(name: str, subject: str) -> str:
     """Return the current commit of the dataset; also the quick check whether it can be reached at all."""
     _import_datasets()
     from huggingface_hub import HfApi
@@ -166,4 +166,4 @@ def _revision(name: str, what: str) -> str:
     try:
         return str(HfApi().dataset_info(name, timeout=HUB_SECONDS).sha)
     except Exception as error:  # any error of the HTTP library below
-        raise hub_error(what, error) from error
+        raise hub_error(subject, error) from error

@@ -30,7 +30,7 @@ from diloco.data.sources.formats import (
 from diloco.data.sources.rows import Rows, TextRows, rows_of
 from diloco.errors import DataError
 
-MAX_LABELS = 256
+MOST_LABELLED_FILES = 256
 """In a folder with more files than this, file names are not used as labels."""
 
 
@@ -197,11 +197,13 @@ class LocalFiles(Source):
 
     def _documents_of(self, file: DocumentFile, start: int) -> Iterator[Document]:
         if not file.has_fields and (self.rows.label is not None or self.rows.needs_fields):
-            what = "messages or prompts" if self.rows.label is None else f"field {self.rows.label!r} (data.label_field)"
-            raise DataError(
-                f"{file.path} is plain text, which has no {what}; leave the option out, or move the file away"
+            missing = (
+                "messages or prompts" if self.rows.label is None else f"field {self.rows.label!r} (data.label_field)"
             )
-        label = stem_of(file.path) if self.rows.label is None and 1 < len(self._files) <= MAX_LABELS else None
+            raise DataError(
+                f"{file.path} is plain text, which has no {missing}; leave the option out, or move the file away"
+            )
+        label = stem_of(file.path) if self.rows.label is None and 1 < len(self._files) <= MOST_LABELLED_FILES else None
         for document in file.documents(start):
             yield document if label is None else document._replace(label=label)
 
@@ -212,8 +214,8 @@ class LocalFiles(Source):
 
     def _encoding_of(self, path: Path) -> str | None:
         """Choose the first of several encodings that fits a file; if none of the others does, the last."""
-        *others, last = (name.strip() for name in (self.encoding or "").split(","))
-        for name in others:
+        *earlier, last = (name.strip() for name in (self.encoding or "").split(","))
+        for name in earlier:
             with open_decompressed(path) as (stream, _):
                 if fits(stream, name):
                     return name

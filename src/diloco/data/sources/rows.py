@@ -179,26 +179,31 @@ class CompletionRows(Rows):
             raise DataError(f"{where} is not an object with fields, but {shortened(row)}")
         for name in ("prompt", "completion"):
             if name not in row:
-                there = ", ".join(map(str, row)) or "none"
+                fields_text = ", ".join(map(str, row)) or "none"
                 raise DataError(
-                    f"{where} has no field {name!r}; its fields are: {there}. Rename them, or repair the row"
+                    f"{where} has no field {name!r}; its fields are: {fields_text}. Rename them, or repair the row"
                 )
         prompt = row["prompt"]
         completion = row["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
             if isinstance(self._template, DataError):
                 raise DataError(f"{where} has messages, not texts: {self._template}")
-            asked = read_messages(prompt, "prompt", where)
-            answered = read_messages(completion, "completion", where)
+            prompt_messages = read_messages(prompt, "prompt", where)
+            completion_messages = read_messages(completion, "completion", where)
             return _rendered(
-                self._template, [*asked, *answered], row.get("tools"), self._answers_only, where, len(asked)
+                self._template,
+                [*prompt_messages, *completion_messages],
+                row.get("tools"),
+                self._answers_only,
+                where,
+                len(prompt_messages),
             )
-        asked_text = checked_text(prompt, "prompt", where)
+        prompt_text = checked_text(prompt, "prompt", where)
         answer = checked_text(completion, "completion", where)
         if not answer:
             raise DataError(f"{where}: field 'completion' is empty, so there is nothing to learn; remove the row")
-        text = asked_text + answer
-        return Document(text, answers=((len(asked_text), len(text)),) if self._answers_only else None, is_passage=True)
+        text = prompt_text + answer
+        return Document(text, answers=((len(prompt_text), len(text)),) if self._answers_only else None, is_passage=True)
 
 
 def _rendered(
@@ -235,10 +240,10 @@ def read_messages(value: object, field: str, where: str) -> list[Message]:
     return [_message(message, f"{where}: message {number} of {field!r}") for number, message in enumerate(value, 1)]
 
 
-def _message(given: Any, where: str) -> Message:
-    message = given
-    if isinstance(given, dict) and "from" in given and "value" in given:
-        message = {"role": _ROLES.get(str(given["from"]), given["from"]), "content": given["value"]}
+def _message(value: Any, where: str) -> Message:
+    message = value
+    if isinstance(value, dict) and "from" in value and "value" in value:
+        message = {"role": _ROLES.get(str(value["from"]), value["from"]), "content": value["value"]}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
         raise DataError(
             f'{where} is {shortened(message)}, but must have "role" and "content"; repair or remove the row'
@@ -275,8 +280,8 @@ def field_of(row: dict[str, Any], name: str, option: str, where: str) -> Any:
 
 def missing_field(row: dict[str, Any], name: str, option: str, where: str) -> str:
     """Say which fields there are, and what to do about it."""
-    there = ", ".join(map(str, row)) or "none"
-    message = f"{where} has no field {name!r}; its fields are: {there}. Choose one with --{option}"
+    fields_text = ", ".join(map(str, row)) or "none"
+    message = f"{where} has no field {name!r}; its fields are: {fields_text}. Choose one with --{option}"
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if "messages" in row or "conversations" in row:
         return f"{message}; for conversations: --data.format chat"

@@ -129,8 +129,8 @@ def save_model(
     if tokenizer_path is not None:
         if origin is not None and is_same_tokenizer(tokenizer_path, origin / TOKENIZER_FILE):
             copy_tokenizer(origin, directory)
-            before = read_json(origin / CONFIG_FILE)
-            config |= {key: value for key, value in before.items() if key.endswith("_token_id")}
+            origin_config = read_json(origin / CONFIG_FILE)
+            config |= {key: value for key, value in origin_config.items() if key.endswith("_token_id")}
         else:
             write_tokenizer(directory, tokenizer_path, end_of_text, model.config.max_sequence_length)
     write_json(directory / CONFIG_FILE, config)
@@ -149,20 +149,20 @@ def load_model(directory: Path, kind: type[Kind] = Transformer) -> Kind:  # type
     return model
 
 
-def _check_tensors(directory: Path, found: dict[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def _check_tensors(directory: Path, tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raise unless names and shapes are the model's. Drops a second copy of tied embeddings from `found`."""
-    if "lm_head.weight" in found and "lm_head.weight" not in expected:
-        embeddings = found.get("model.embed_tokens.weight")
-        if embeddings is not None and torch.equal(found["lm_head.weight"], embeddings):
-            del found["lm_head.weight"]
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is unexpected" for name in found if name not in expected]
+    if "lm_head.weight" in tensors and "lm_head.weight" not in expected:
+        embeddings = tensors.get("model.embed_tokens.weight")
+        if embeddings is not None and torch.equal(tensors["lm_head.weight"], embeddings):
+            del tensors["lm_head.weight"]
+    problems = [f"{name} is missing" for name in expected if name not in tensors]
+    problems += [f"{name} is unexpected" for name in tensors if name not in expected]
     problems += [
-        f"{name} has shape {list(found[name].shape)} instead of {list(tensor.shape)}"
+        f"{name} has shape {list(tensors[name].shape)} instead of {list(tensor.shape)}"
         for name, tensor in expected.items()
-        if name in found and found[name].shape != tensor.shape
+        if name in tensors and tensors[name].shape != tensor.shape
     ]
-    problems += [f"{name} holds {t.dtype}, not floats" for name, t in found.items() if not t.is_floating_point()]
+    problems += [f"{name} holds {t.dtype}, not floats" for name, t in tensors.items() if not t.is_floating_point()]
     if problems:
         raise ConfigError(
             f"the weights in {directory} are not those that its {CONFIG_FILE} describes: {'; '.join(problems)}. "

@@ -119,15 +119,15 @@ def _completed(base: ModelConfig, shape: Mapping[str, Any]) -> dict[str, Any]:
     ModelConfig."""
     completed = dict(shape)
     sizes = ("hidden_size", "num_heads")
-    given = [name for name in sizes if name in shape]
-    if not given or any(not isinstance(shape[name], int) or shape[name] < 1 for name in given):
+    given_sizes = [name for name in sizes if name in shape]
+    if not given_sizes or any(not isinstance(shape[name], int) or shape[name] < 1 for name in given_sizes):
         return completed
     hidden, heads = (shape.get(name, getattr(base, name)) for name in sizes)
     if "hidden_size" in shape:
-        wanted = base.intermediate_size * hidden / base.hidden_size
-        completed.setdefault("intermediate_size", math.ceil(wanted / _MULTIPLE) * _MULTIPLE)
+        width = base.intermediate_size * hidden / base.hidden_size
+        completed.setdefault("intermediate_size", math.ceil(width / _MULTIPLE) * _MULTIPLE)
     if "num_heads" in shape:
-        kv_heads, rest = divmod(heads * base.num_kv_heads, base.num_heads)
-        completed.setdefault("num_kv_heads", heads if rest else kv_heads)
+        kv_heads, remainder = divmod(heads * base.num_kv_heads, base.num_heads)
+        completed.setdefault("num_kv_heads", heads if remainder else kv_heads)
     completed.setdefault("head_dim", max(1, hidden // heads))
     return completed

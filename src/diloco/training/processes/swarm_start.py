@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from diloco.data.corpus import TOKENIZER, CorpusMeta
 from diloco.data.order import WorkerBatches, check_validation
 from diloco.data.preparation.corpus_cache import prepare
-from diloco.data.preparation.partitions import Progress
+from diloco.data.preparation.partitions import ReportProgress
 from diloco.data.preparation.received_corpus import (
     bytes_to_receive,
     find_corpus,
@@ -320,7 +320,7 @@ def receive_text(
     description: RunDescription,
     fetch: FetchFile,
     members: int,
-    progress: Progress,
+    progress: ReportProgress,
     hosts: int = 1,
 ) -> tuple[RunConfig, WorkerTexts]:
     """Fetch what this machine needs of the text and does not have, from any of the `hosts` that `fetch` knows."""
