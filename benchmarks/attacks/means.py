@@ -11,13 +11,12 @@ from msgspec import structs
 from attacks import has_begun, instead_of, node
 from attacks.contributions import with_fields
 from diloco.swarm.network.transport import Stream
-from diloco.swarm.node import comparisons
 from diloco.swarm.node.audit import Lie
 from diloco.swarm.node.frames import write_frame
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.outcomes import Outcomes
-from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.node.transfer import Transfer, comparison_bytes
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.certificate import Certificate, RangeDigest, directions_bytes, range_digests
 
@@ -107,7 +106,7 @@ def different_means() -> None:
         wrong, digest = memoryview(bytes(len(self._mean(self._mine)))), RangeDigest(self._mean_width)
         digest.add(wrong)
         await write_frame(stream, wrong, 1.0)
-        await write_frame(stream, bytes(comparisons.size(len(self.plan.contributors))), 1.0)
+        await write_frame(stream, bytes(comparison_bytes(len(self.plan.contributors))), 1.0)
         told = bytes(directions_bytes(self.plan))
         signed = node().outcomes.notary.sign_range(self.plan, digest.digest(), told)
         await write_frame(stream, told + signed.signature, 1.0)

@@ -16,8 +16,7 @@ from diloco.swarm.audit.mean_check import MeanCheck
 from diloco.swarm.audit.own_contributions import OwnContributions
 from diloco.swarm.audit.transfer import AuditedTransfer, CommittedParts, NormCheck
 from diloco.swarm.node import transfer
-from diloco.swarm.protocol.certificate import RangeDigest
-from diloco.swarm.protocol.notary import Notary
+from diloco.swarm.protocol.certificate import Notary, RangeDigest
 
 CHECKS_OFF = "CHECKS_OFF"
 _DIGEST, _SIGNATURE = bytes(32), bytes(64)

@@ -8,7 +8,7 @@ import pytest
 import diloco
 from diloco.swarm.network.transport import LEAST_RATE
 from diloco.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
-from diloco.swarm.protocol import attendance, leader_watch, quorum, timing
+from diloco.swarm.protocol import attendance, following, quorum, timing
 from diloco.swarm.settings import Settings
 from diloco.swarm.simulator import schedules
 from diloco.training.config.run_file import known_keys
@@ -108,7 +108,7 @@ def test_every_file_and_message_that_the_protocol_names_exists() -> None:
 @pytest.mark.parametrize(
     ("words", "constant", "value"),
     [
-        ("A term may be 1,000 above the last", leader_watch._MOST_TERMS, 1000),
+        ("A term may be 1,000 above the last", following._MOST_TERMS, 1000),
         ("passed over for a minute", timing.PASSED_OVER_SECONDS, 60.0),
         (
             "three rounds wait for it, then every second, fourth, eighth",

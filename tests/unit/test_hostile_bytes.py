@@ -40,7 +40,7 @@ from diloco.swarm.network.known_peers import read_peers
 from diloco.swarm.network.multiaddr import ip_of, is_public, split_peer, to_bytes, to_text
 from diloco.swarm.network.p2pd.reachability import decode_dial_back
 from diloco.swarm.network.transport import CallRefused
-from diloco.swarm.node import comparisons
+from diloco.swarm.node.transfer import comparison_bytes, unpack_comparison
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.plan import Entry, parse_header
 from diloco.swarm.protocol.status import Status
@@ -188,7 +188,7 @@ PARSERS = {
     "header": Parser(lambda data: parse_header(0, data), (HEADER,), (Malformed,)),
     "entry": Parser(lambda data: Entry("a", PresentWorker(1, data, data)).fault, (HEADER,), (Malformed,)),
     "note": Parser(read_note, (write_note(Note({1: (2, 3)}, frozenset({4}))),), (MalformedNote,)),
-    "comparison": Parser(lambda data: comparisons.unpack(data, 3, 5), (bytes(comparisons.size(3)),), (Malformed,)),
+    "comparison": Parser(lambda data: unpack_comparison(data, 3, 5), (bytes(comparison_bytes(3)),), (Malformed,)),
     "proof": Parser(lambda data: merkle.root_from([bytes(32)], range(2, 3), 7, data), (bytes(96),), (Malformed,)),
     "state": Parser(read_state, (STATE,), (Malformed, EngineError)),
     "credential": Parser(Credential.read, (INVITATION.credential(NAMES[0]).data(),), (PeerRefused,)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diloco.swarm.audit.transfer import AuditedTransfer
-from diloco.swarm.node.led_round import LedRound
+from diloco.swarm.node.leader import LedRound
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.certificate import compares_directions
 from diloco.swarm.protocol.plan import POINTS_AGAINST, Entry, Plan

@@ -9,7 +9,7 @@ import pytest
 from diloco.swarm.audit.transfer import AuditedTransfer
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.node.frames import write_frame
-from diloco.swarm.node.led_round import LedRound
+from diloco.swarm.node.leader import LedRound
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.protocol.messages import AskOutcome, OpenMean
 from diloco.swarm.protocol.wire import encode

@@ -20,14 +20,15 @@ from diloco.engines.rounds import Contribution, Report, RoundKey
 from diloco.errors import EngineError
 from diloco.swarm.audit import merkle
 from diloco.swarm.audit.liars import has_signed_both
-from diloco.swarm.audit.norms import Encoding, are_long, sign_contribution
+from diloco.swarm.audit.long_parts import Encoding, are_long, sign_contribution
 from diloco.swarm.audit.witnesses import state_digest
 from diloco.swarm.network.transport import CallRefused, Stream
 from diloco.swarm.node import clock
-from diloco.swarm.node.led_round import LedRound
+from diloco.swarm.node.leader import LedRound
 from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol.certificate import (
     Certificate,
+    Notary,
     SignedRange,
     certify,
     directions_bytes,
@@ -35,7 +36,6 @@ from diloco.swarm.protocol.certificate import (
     reducers,
 )
 from diloco.swarm.protocol.messages import Proof, decode
-from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Authority, Entry
 from diloco.swarm.protocol.proofs import CertifiedPlan, LongParts, ShownPart, TwoPlans, TwoRanges
 from diloco.swarm.protocol.wire import Malformed, encode

@@ -16,8 +16,8 @@ from diloco.core.fragments import PartLayout
 from diloco.engines.note import Note, write_note
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.rounds import Comparison
-from diloco.swarm.node import comparisons, recent_rounds
-from diloco.swarm.node.transfer import Transfer
+from diloco.swarm.node import recent_rounds
+from diloco.swarm.node.transfer import Transfer, pack_comparison, unpack_comparison
 from diloco.swarm.protocol.certificate import Certificate
 from diloco.swarm.protocol.messages import Commit, Inquire
 from diloco.swarm.protocol.wire import Malformed
@@ -293,10 +293,10 @@ def test_all_members_are_told_in_how_many_parts_a_contribution_was_replaced(
 def test_a_comparison_of_more_parts_than_a_reducer_has_is_malformed(replaced: tuple[int, ...], parts: int) -> None:
     told = Comparison((0.5,) * 10, replaced, parts)
     with pytest.raises(Malformed, match=f"of {parts} parts"):
-        comparisons.unpack(comparisons.pack(told), 4, parts)
-    assert comparisons.unpack(comparisons.pack(told), 4, 4) == replace(told, parts=4)
+        unpack_comparison(pack_comparison(told), 4, parts)
+    assert unpack_comparison(pack_comparison(told), 4, 4) == replace(told, parts=4)
     with pytest.raises(Malformed, match="96 bytes instead of 60"):
-        comparisons.unpack(comparisons.pack(told), 3, 4)
+        unpack_comparison(pack_comparison(told), 3, 4)
 
 
 def test_an_honest_claim_of_nan_is_refused_and_its_sender_gets_the_mean() -> None:

@@ -11,15 +11,15 @@ import pytest
 from msgspec import structs
 
 from diloco.engines.rounds import Comparison, RoundKey
-from diloco.swarm.audit.norms import sign_contribution
-from diloco.swarm.node import comparisons
+from diloco.swarm.audit.long_parts import sign_contribution
+from diloco.swarm.node.transfer import pack_comparison
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.certificate import (
     Certificate,
+    Notary,
     SignedRange,
     Vote,
 )
-from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Authority
 from diloco.swarm.protocol.proofs import CertifiedPlan, LongParts, ShownPart, TwoPlans, TwoRanges
 from diloco.swarm.protocol.status import MemberStatus, RunStatus, Status
@@ -128,7 +128,7 @@ _NOTARY = Notary("run", NAMES[0], SEEDS[NAMES[0]])
 BESIDES = {
     "a plan's digest": _PLAN.digest,
     "the digest of a vote's mean": _VOTE.mean,
-    "a comparison": comparisons.pack(Comparison((1.0, 2.0, 3.0), (0, 1), 4)),
+    "a comparison": pack_comparison(Comparison((1.0, 2.0, 3.0), (0, 1), 4)),
     "a signed vote": _NOTARY.vote(_PLAN, 3, (_RANGE,)).signature,
     "a signed range": _NOTARY.sign_range(_PLAN, _DIGEST, b"cosines").signature,
     "a signed contribution": sign_contribution(_NOTARY, RoundKey(6, 0), _CONTRIBUTION),

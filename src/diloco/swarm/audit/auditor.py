@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager
 from diloco.swarm.audit import merkle
 from diloco.swarm.audit.directions import find_opposed
 from diloco.swarm.audit.liars import Liars
+from diloco.swarm.audit.long_parts import Encoding
 from diloco.swarm.audit.mean_check import MeanCheck
-from diloco.swarm.audit.norms import Encoding
 from diloco.swarm.audit.own_contributions import hash_parts
 from diloco.swarm.audit.transfer import AuditedTransfer
 from diloco.swarm.audit.witnesses import Witnesses

@@ -4,7 +4,7 @@ A reducer takes up to eight parts of its range, which the digest of the plan dra
 bound to its parts. It reports the cosine of every pair of contributions there, and signs that with the digest of its
 range (certificate.py). So all workers of a plan have the same cosines, and come to the same decision (`opposed`)
 before they vote: where a contribution points against the others, they do not vote for this plan, and the leader makes
-the next one without it (node/led_round.py).
+the next one without it (node/leader.py).
 
 Fewer than half of the reducers decide no cosine of a pair, where more than half of the contributors reduce parts. Where
 fewer do, a single one may: so each worker compares what was reported of its own pairs with the numbers of the

@@ -17,10 +17,10 @@ from diloco.codecs.base import Codec
 from diloco.codecs.encoded import scratch
 from diloco.codecs.registry import codec
 from diloco.swarm.audit import directions, merkle
-from diloco.swarm.audit.norms import has_signed_contribution, norm_of, sign_contribution
+from diloco.swarm.audit.long_parts import has_signed_contribution, norm_of, sign_contribution
 from diloco.swarm.node import transfer
 from diloco.swarm.node.audit import Lie, TransferAudit
-from diloco.swarm.protocol.notary import SIGNATURE_BYTES, Notary
+from diloco.swarm.protocol.certificate import SIGNATURE_BYTES, Notary
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.protocol.proofs import LongParts, ShownPart
 from diloco.swarm.protocol.wire import Malformed

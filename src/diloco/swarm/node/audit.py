@@ -23,11 +23,11 @@ from diloco.swarm.protocol.certificate import (
     Agreed,
     Bytes,
     Certificate,
+    Notary,
     SignedRange,
     Vote,
     directions_bytes,
 )
-from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.protocol.proofs import LongParts
 from diloco.swarm.protocol.quorum import Quorum

@@ -6,16 +6,16 @@ The life of a round: what is decided (protocol/), and what carries it out (in th
                                                                    protocol/round.py, participant.py
     2. The leader is the live member with the lowest number that has the state          protocol/membership.py
     3. It first asks all members whether an earlier leader has begun the round: Inquire
-                                                                   protocol/leading.py, led_round.py
+                                                                   protocol/leading.py, leader.py
     4. It waits until all are ready; if most are and patience is over, it asks the slow ones to post now: PostNow
-                                                                   protocol/leading.py, led_round.py
+                                                                   protocol/leading.py, leader.py
     5. It sends a Plan with all headers. From these every worker makes the same decision        protocol/plan.py
     6. The workers send encoded parts to the reducers of the plan, and get the means back       transfer.py
     7. Each tells the leader that it has the whole mean and signs its digest (Complete), or what went wrong (Trouble);
        a worker that died, froze or lied is left out of the next plan
                                                                    participant.py, protocol/troubles.py
     8. When all live workers have the mean, the leader sends Commit with their signatures, and the mean counts
-                                                                   led_round.py, protocol/certificate.py
+                                                                   leader.py, protocol/certificate.py
     9. Each keeps the last means. A worker that missed the Commit fetches the mean; one that is not in the plan has
        failed the round, and fetches the others' state             outcomes.py, state_transfer.py
 
@@ -51,9 +51,8 @@ from diloco.swarm.node.own_checks import OwnChecks
 from diloco.swarm.node.participant import Participant
 from diloco.swarm.node.state_transfer import SharedSnapshot, StateTransfer
 from diloco.swarm.protocol import messages, timing
-from diloco.swarm.protocol.certificate import Agreed
+from diloco.swarm.protocol.certificate import Agreed, Notary
 from diloco.swarm.protocol.joining import give_number
-from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import Plan
 from diloco.swarm.protocol.quorum import Quorum
 from diloco.swarm.protocol.status import MemberStatus, OwnStatus, RunStatus

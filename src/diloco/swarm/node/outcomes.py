@@ -24,7 +24,7 @@ from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.recent_rounds import RecentRounds
 from diloco.swarm.node.round import OwnRound
 from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.certificate import Agreed, Certificate
+from diloco.swarm.protocol.certificate import Agreed, Certificate, Notary
 from diloco.swarm.protocol.messages import (
     END_BYTES,
     MOST_ENDS,
@@ -38,7 +38,6 @@ from diloco.swarm.protocol.messages import (
     RoundsLost,
 )
 from diloco.swarm.protocol.missed_rounds import MissedRounds
-from diloco.swarm.protocol.notary import Notary
 from diloco.swarm.protocol.plan import MAX_WORKERS, Plan, parse_header
 from diloco.swarm.protocol.quorum import FEWEST, Quorum
 from diloco.swarm.protocol.wire import Malformed, encode

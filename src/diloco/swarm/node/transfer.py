@@ -15,6 +15,7 @@ names the contributor whose parts do not come before the others, which wait long
 import asyncio
 import logging
 import math
+import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,17 +24,17 @@ import torch
 from torch import Tensor
 
 from diloco.codecs.registry import codec
+from diloco.core.merging import num_products
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.rounds import Comparison
 from diloco.memory import blank
 from diloco.swarm.network.transport import Stream, Transport, Unreachable
-from diloco.swarm.node import clock, comparisons
+from diloco.swarm.node import clock
 from diloco.swarm.node.audit import Lie, TransferAudit
 from diloco.swarm.node.frames import DataFrames, Quiet, read_frame, write_frame
 from diloco.swarm.protocol import timing
-from diloco.swarm.protocol.certificate import SignedRange, Vote
+from diloco.swarm.protocol.certificate import Notary, RangeSignatures, SignedRange, Vote
 from diloco.swarm.protocol.messages import OpenParts, Withheld
-from diloco.swarm.protocol.notary import Notary, RangeSignatures
 from diloco.swarm.protocol.plan import Entry, Plan
 from diloco.swarm.protocol.wire import Malformed, encode
 from diloco.swarm.trainer import PostedRound
@@ -174,8 +175,8 @@ class Transfer:
                 taken.append(loop.run_in_executor(_reducer, self._take_mean, part, stream.peer))
                 checked = received // width
         if rows:
-            data = await read_frame(stream, comparisons.size(contributors), self._stall)
-            self._others_comparison += comparisons.unpack(data, contributors, len(rows))
+            data = await read_frame(stream, comparison_bytes(contributors), self._stall)
+            self._others_comparison += unpack_comparison(data, contributors, len(rows))
         await asyncio.gather(*taken)
         if rows:
             told = await read_frame(stream, self._signatures.told_bytes, self._stall)
@@ -244,7 +245,7 @@ class Transfer:
             await write_frame(stream, mean[sent * width : last * width], self._stall)
             sent = last
         if len(self._mine):
-            await write_frame(stream, comparisons.pack(self._own_comparison), self._stall)
+            await write_frame(stream, pack_comparison(self._own_comparison), self._stall)
             await write_frame(stream, self._signatures.own(self._transport.peer), self._stall)
 
     async def _reduce(self) -> None:
@@ -364,3 +365,30 @@ def _first(problem: Exception) -> Exception:
     while isinstance(problem, ExceptionGroup):
         problem = problem.exceptions[0]
     return problem
+
+
+# The comparison of a round's contributions as bytes: every reducer sends that of its parts, and a worker adds them up.
+# It is a statistic, never a proof: a reducer may lie about it, within the bounds of `unpack_comparison`.
+
+
+def comparison_bytes(contributors: int) -> int:
+    return _comparison_form(contributors).size
+
+
+def pack_comparison(told: Comparison) -> bytes:
+    return _comparison_form(len(told.replaced)).pack(*told.products, *told.replaced)
+
+
+def unpack_comparison(data: bytes, contributors: int, parts: int) -> Comparison:
+    """The comparison of so many contributions in so many parts. Raises Malformed."""
+    if len(data) != comparison_bytes(contributors):
+        raise Malformed(f"a comparison of {len(data)} bytes instead of {comparison_bytes(contributors)}")
+    told = Comparison.of_numbers([*_comparison_form(contributors).unpack(data), parts], contributors)
+    if max(told.replaced) > parts:
+        raise Malformed(f"a contribution that counts as the others' mean in {max(told.replaced)} of {parts} parts")
+    return told
+
+
+def _comparison_form(contributors: int) -> struct.Struct:
+    """Inner products, and in how many parts each contribution was replaced."""
+    return struct.Struct(f"<{num_products(contributors)}d{contributors}I")

@@ -4,20 +4,29 @@ Each contributor of a plan reduces a range of parts, and signs the digest of tha
 has the whole mean signs its digest (`Vote`). A majority of the plan's workers with one digest is a `Certificate`: the
 mean counts.
 
+`Notary` signs for this worker with the key of its identity, and checks what others have signed.
+
 A digest of a range is made of the digests of its parts, and that of a mean of its ranges'. So one part can be shown
 later, and checked alone.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, NamedTuple
 
+import msgspec
 from msgspec import Meta, Struct
 
+from diloco.engines.rounds import RoundKey
+from diloco.errors import ConfigError
+from diloco.swarm.network.identity import public_key_of
 from diloco.swarm.protocol.plan import MAX_WORKERS, Plan
 from diloco.swarm.protocol.status import PeerName
-from diloco.swarm.trust.signatures import Signature
+from diloco.swarm.protocol.wire import Malformed
+from diloco.swarm.trust.signatures import Purpose, Signature, is_signed, sign
 
+SIGNATURE_BYTES = 64
 Bytes = bytes | bytearray | memoryview
 Sha256 = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
@@ -145,3 +154,139 @@ def certify(plan: Plan, votes: Mapping[str, Vote]) -> Certificate | None:
     vote = next(iter(group.values()))
     signatures = {peer: group[peer].signature for peer in sorted(group)}
     return Certificate(vote.num_parts, vote.ranges, signatures)
+
+
+class Notary:
+    def __init__(self, run: str, peer: str, seed: bytes) -> None:
+        """`run`: its id. `seed`: this worker's private key."""
+        self._run = run
+        self._peer = peer
+        self._seed = seed
+        self.is_invited: Callable[[str], bool] = lambda _: True
+        """Whether a peer has shown a credential of this run; a vote of another one counts for nothing."""
+
+    # Signing
+
+    def sign_range(self, plan: Plan, digest: bytes, directions: bytes = b"") -> SignedRange:
+        return SignedRange(digest, self.sign("range", plan.key, plan.digest, digest + directions), directions)
+
+    def vote(self, plan: Plan, num_parts: int, ranges: tuple[SignedRange, ...]) -> Vote:
+        mean = mean_digest(num_parts, ranges)
+        return Vote(num_parts, ranges, self.sign("mean", plan.key, plan.digest, mean))
+
+    def sign(self, purpose: Purpose, key: RoundKey, about: bytes, digest: bytes) -> bytes:
+        """Sign a digest in a round. `about`: the digest of the plan, or else what the signature is bound to."""
+        return sign(self._seed, purpose, _statement(self._run, key, about, digest))
+
+    # Checking
+
+    def has_signed_range(self, plan: Plan, reducer: str, signed: SignedRange) -> bool:
+        told = signed.digest + signed.directions
+        return self.has_signed(reducer, signed.signature, "range", plan.key, plan.digest, told)
+
+    def check_vote(self, plan: Plan, voter: str, vote: Vote) -> None:
+        """Raises Malformed."""
+        self.check_ranges(plan, vote.num_parts, vote.ranges)
+        if not self.has_signed(voter, vote.signature, "mean", plan.key, plan.digest, vote.mean):
+            raise Malformed(f"{voter} has not signed its vote")
+
+    def has_voted(self, plan: Plan, voter: str, certificate: Certificate) -> bool:
+        signature = certificate.signatures[voter]
+        return self.has_signed(voter, signature, "mean", plan.key, plan.digest, certificate.mean)
+
+    def check(self, plan: Plan, certificate: Certificate) -> None:
+        """Raises Malformed unless most of the plan's workers have voted for the certificate's mean."""
+        self.check_ranges(plan, certificate.num_parts, certificate.ranges)
+        mean = certificate.mean
+        voters = [
+            peer
+            for peer, signature in certificate.signatures.items()
+            if self.is_invited(peer) and self.has_signed(peer, signature, "mean", plan.key, plan.digest, mean)
+        ]
+        if not is_most(plan, voters):
+            raise Malformed(
+                f"round {plan.key.sequence}: {len(voters)} of {len(plan.entries)} workers have signed its mean"
+            )
+
+    def check_mean(self, plan: Plan, certificate: Certificate, mean: Bytes) -> None:
+        """Raises Malformed unless the bytes that have arrived are those that were voted for."""
+        parts = certificate.num_parts
+        digests = range_digests(plan, parts, mean) if not parts or len(mean) % parts == 0 else []
+        if digests != [signed.digest for signed in certificate.ranges]:
+            raise Malformed(f"a mean of round {plan.key.sequence} that is not the one that was voted for")
+
+    def check_ranges(self, plan: Plan, num_parts: int, ranges: Sequence[SignedRange]) -> None:
+        """Raises Malformed."""
+        names = reducers(plan, num_parts)
+        if len(names) != len(ranges):
+            raise Malformed(f"{len(ranges)} signed ranges of a mean instead of {len(names)}")
+        for name, signed in zip(names, ranges, strict=True):
+            if len(signed.directions) != directions_bytes(plan) or not self.has_signed_range(plan, name, signed):
+                raise Malformed(f"{name} has not signed its range of the mean")
+
+    def has_signed(
+        self, peer: str, signature: bytes, purpose: Purpose, key: RoundKey, about: bytes, digest: bytes
+    ) -> bool:
+        return _is_signed_by(peer, signature, purpose, _statement(self._run, key, about, digest))
+
+
+class RangeSignatures:
+    """The digests of the ranges of one plan's mean, taken while their parts arrive, and their reducers' signatures."""
+
+    def __init__(self, plan: Plan, num_parts: int, part_bytes: int, notary: Notary) -> None:
+        self._plan = plan
+        self._num_parts = num_parts
+        self._notary = notary
+        self._digests = {peer: RangeDigest(part_bytes) for peer in plan.ranges(num_parts)}
+        self._signed: dict[str, SignedRange] = {}
+
+    def add(self, reducer: str, parts: memoryview) -> None:
+        """Take in the next whole parts of a reducer's range."""
+        self._digests[reducer].add(parts)
+
+    def sign(self, me: str, directions: bytes) -> None:
+        """This worker's own range is whole; `directions`: of the contributions to it."""
+        self._signed[me] = self._notary.sign_range(self._plan, self._digests[me].digest(), directions)
+
+    def own(self, me: str) -> bytes:
+        """This worker's directions and signature, as `record` reads them."""
+        signed = self._signed[me]
+        return signed.directions + signed.signature
+
+    @property
+    def told_bytes(self) -> int:
+        """The bytes of what `record` reads."""
+        return directions_bytes(self._plan) + SIGNATURE_BYTES
+
+    def record(self, reducer: str, told: bytes) -> None:
+        """Take in a reducer's directions and signature, once its range is whole. Raises Malformed if they do not fit
+        it."""
+        directions = told[:-SIGNATURE_BYTES]
+        signature = told[-SIGNATURE_BYTES:]
+        signed = SignedRange(self._digests[reducer].digest(), signature, directions)
+        fits = len(directions) == directions_bytes(self._plan)
+        if not fits or not self._notary.has_signed_range(self._plan, reducer, signed):
+            raise Malformed("the part of the mean that has arrived is not the one that its reducer has signed")
+        self._signed[reducer] = signed
+
+    @property
+    def ranges(self) -> tuple[SignedRange, ...]:
+        """The signed ranges of the whole mean."""
+        return tuple(self._signed[peer] for peer in self._digests if peer in self._signed)
+
+    def vote(self) -> Vote:
+        """This worker's vote for the whole mean."""
+        return self._notary.vote(self._plan, self._num_parts, self.ranges)
+
+
+def _statement(run: str, key: RoundKey, about: bytes, digest: bytes) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode((run, key.sequence, key.fragment, about, digest))).digest()
+
+
+@lru_cache(maxsize=8192)
+def _is_signed_by(peer: str, signature: bytes, purpose: Purpose, data: bytes) -> bool:
+    """Cached, since the votes of a round have the same ranges."""
+    try:
+        return is_signed(public_key_of(peer), signature, purpose, data)
+    except (ValueError, ConfigError):
+        return False

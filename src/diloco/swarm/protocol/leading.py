@@ -7,7 +7,7 @@
               (`judge_attempt`). Workers that die, freeze or lie are left out of the next plan
 
 A leader that finds a higher authority, or the round ended, steps down. Its own worker need not be in the round. Each
-decision is a function of the state here and of the time; node/led_round.py carries them out.
+decision is a function of the state here and of the time; node/leader.py carries them out.
 """
 
 import enum

@@ -95,9 +95,9 @@ class RoundState:
     unknown_since: float | None = None
     """When it was first offered a plan with a worker whose invitation it does not know (following.py)."""
     stuck_since: float | None = None
-    """When it began to wait for a leader that could go on (leader_watch.py)."""
+    """When it began to wait for a leader that could go on (following.py)."""
     ended_alone_since: float | None = None
-    """When a leader first said that it had ended this round, and had no mean that counts here (leader_watch.py)."""
+    """When a leader first said that it had ended this round, and had no mean that counts here (following.py)."""
 
     @property
     def sequence(self) -> int:

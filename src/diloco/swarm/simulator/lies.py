@@ -15,12 +15,11 @@ from diloco.swarm.audit import directions
 from diloco.swarm.audit.auditor import AuditedRound
 from diloco.swarm.audit.transfer import AuditedTransfer
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.swarm.node import comparisons
 from diloco.swarm.node.audit import Lie
 from diloco.swarm.node.frames import write_frame
-from diloco.swarm.node.led_round import LedRound
+from diloco.swarm.node.leader import LedRound
 from diloco.swarm.node.round import OwnRound
-from diloco.swarm.node.transfer import Transfer, TransferFailed
+from diloco.swarm.node.transfer import Transfer, TransferFailed, comparison_bytes
 from diloco.swarm.protocol import leading, messages
 from diloco.swarm.protocol.certificate import (
     Certificate,
@@ -189,7 +188,7 @@ def gives_others_another_mean(liar: MemoryWorker, to: set[str], patch: Patcher) 
         digest = RangeDigest(transfer._mean_width)
         digest.add(wrong)
         await write_frame(stream, wrong, 1.0)
-        await write_frame(stream, bytes(comparisons.size(len(transfer.plan.contributors))), 1.0)
+        await write_frame(stream, bytes(comparison_bytes(len(transfer.plan.contributors))), 1.0)
         told = bytes(directions_bytes(transfer.plan))
         signed = liar.node.outcomes.notary.sign_range(transfer.plan, digest.digest(), told)
         await write_frame(stream, told + signed.signature, 1.0)

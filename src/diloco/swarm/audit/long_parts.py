@@ -9,7 +9,7 @@ import torch
 from diloco.codecs.registry import codec
 from diloco.engines.rounds import RoundKey
 from diloco.swarm.audit import merkle
-from diloco.swarm.protocol.notary import Notary
+from diloco.swarm.protocol.certificate import Notary
 from diloco.swarm.protocol.plan import parse_header
 from diloco.swarm.protocol.proofs import LongParts
 from diloco.swarm.protocol.wire import Malformed
