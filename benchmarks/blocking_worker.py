@@ -207,8 +207,8 @@ def ours(task: Task, model: Any, inner: EmulatedSteps) -> Iterator[Callable[[], 
         inner.in_flight = lambda: bool(optimizer.loop.in_flight)
         yield optimizer.step
         optimizer.loop.merge_pending()
-        if optimizer.loop.rounds_failed:
-            raise SystemExit(f"{optimizer.loop.rounds_failed} rounds failed")
+        if optimizer.loop.counters.rounds_failed:
+            raise SystemExit(f"{optimizer.loop.counters.rounds_failed} rounds failed")
         if task.engine == "swarm":
             time.sleep(2.0)  # the other's last round needs this one's sidecar
 

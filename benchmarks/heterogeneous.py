@@ -90,8 +90,8 @@ def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, resu
         time.sleep(compute)
         optimizer.step()
         if first[0] == 0.0 and optimizer.position >= H + 5:  # the first round is merged on all
-            first = (time.monotonic() - began, optimizer.loop.sync_seconds)
-    seconds, waited = time.monotonic() - began, optimizer.loop.sync_seconds
+            first = (time.monotonic() - began, optimizer.loop.counters.sync_seconds)
+    seconds, waited = time.monotonic() - began, optimizer.loop.counters.sync_seconds
     steps = optimizer.loop.state.steps_taken
     optimizer.finish()
     results.send(

@@ -82,7 +82,7 @@ def measure(engine: Engine, task: Task, together: Callable[[], object]) -> Measu
         optimizer.merge()
         _finish(device)
         seconds.append(time.perf_counter() - started)
-    assert optimizer.loop.rounds == task.rounds + 2 and not optimizer.loop.rounds_failed
+    assert optimizer.loop.rounds == task.rounds + 2 and not optimizer.loop.counters.rounds_failed
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_memory() - before
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     return Measured(seconds[2:], peak / size, optimizer.anchor_digest())

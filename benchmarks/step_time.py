@@ -149,12 +149,12 @@ def measured(optimizer: diloco.DiLoCo, step: Callable[[], None], clock: Clock, t
         stepped = clock.now()
         if len(steps) == H:  # the second sync begins
             loop.on_round = lambda event: found.rounds.append(event.result.seconds if event.result else float("nan"))
-        waiting = loop.sync_seconds
+        waiting = loop.counters.sync_seconds
         if task.other != "apart":
             optimizer.post()
             optimizer.merge()
         steps.append((in_flight, started, stepped, clock.now()))
-        found.waited += loop.sync_seconds - waiting if len(steps) > H else 0.0
+        found.waited += loop.counters.sync_seconds - waiting if len(steps) > H else 0.0
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for in_flight, started, stepped, _ in steps[H:]:

@@ -156,12 +156,12 @@ class DiLoCo(torch.optim.Optimizer):
     @property
     def failures(self) -> int:
         """Rounds that gave this worker no mean."""
-        return self.loop.rounds_failed
+        return self.loop.counters.rounds_failed
 
     @property
     def bytes_sent(self) -> int:
         """The bytes that this worker has sent in all rounds."""
-        return self.loop.bytes_sent
+        return self.loop.counters.bytes_sent
 
     @property
     def similarity(self) -> float | None:

@@ -181,7 +181,7 @@ def test_statistics_of_any_size_are_averaged_and_no_outlier() -> None:
         for optimizer in optimizers:
             part(optimizer)
     for model, optimizer in zip(models, optimizers, strict=True):
-        assert optimizer.loop.contributions_refused == 0
+        assert optimizer.loop.counters.contributions_refused == 0
         torch.testing.assert_close(model.norm.running_var, mean)
 
 

@@ -113,7 +113,7 @@ def test_i5_a_failed_round_in_flight_is_saved_as_failed() -> None:
         world.optimizers[1].zero_grad()
         world.optimizers[1].inner_step()
         world.optimizers[1].loop.merge()
-    assert [world.optimizers[1].loop.rounds_failed for world in (whole, resumed)] == [1, 1]
+    assert [world.optimizers[1].loop.counters.rounds_failed for world in (whole, resumed)] == [1, 1]
     assert torch.equal(flat(whole.models[1]), flat(resumed.models[1]))
 
 

@@ -41,8 +41,8 @@ def test_a_dropped_outer_gradient_has_the_trajectory_of_one_that_was_lost_on_the
         lost.step()
     for mine, theirs in zip(dropped.models, lost.models, strict=True):
         assert torch.equal(flat(mine), flat(theirs))
-    assert sum(one.loop.rounds_dropped for one in dropped.optimizers) >= 5
-    assert all(one.loop.rounds_failed == 0 for one in dropped.optimizers)
+    assert sum(one.loop.counters.rounds_dropped for one in dropped.optimizers) >= 5
+    assert all(one.loop.counters.rounds_failed == 0 for one in dropped.optimizers)
 
 
 def test_a_worker_that_is_dropped_keeps_its_parameters_and_sends_its_work_later() -> None:
@@ -102,8 +102,10 @@ def test_workers_of_a_swarm_that_are_dropped_stay_in_it_and_a_joiner_follows() -
     assert len(world.digests()) == 1
     world.finish()
     assert len({tuple(flat(worker.model).tolist()) for worker in world.workers.values()}) == 1
-    assert sum(worker.loop.rounds_dropped for worker in world.workers.values()) >= 4
-    assert all(worker.loop.resyncs == worker.loop.rounds_failed == 0 for worker in world.workers.values())
+    assert sum(worker.loop.counters.rounds_dropped for worker in world.workers.values()) >= 4
+    assert all(
+        worker.loop.counters.resyncs == worker.loop.counters.rounds_failed == 0 for worker in world.workers.values()
+    )
 
 
 def test_other_faults_on_another_worker_are_another_run() -> None:

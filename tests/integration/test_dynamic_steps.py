@@ -89,7 +89,7 @@ def test_after_the_first_round_each_takes_steps_by_its_speed_and_all_its_work_is
 
     runs = in_threads(len(seconds), work)
     assert len({run.optimizer.anchor_digest() for run, _ in runs}) == 1
-    assert all(run.loop.rounds_failed == 0 for run, _ in runs)
+    assert all(run.loop.counters.rounds_failed == 0 for run, _ in runs)
     for worker, (_, taken) in enumerate(runs):
         expected = max(1, int(H * min(1.0, 1.02 * min(seconds) / seconds[worker])))
         per_turn = [after - before for before, after in zip([0, *taken], taken, strict=False)]
@@ -257,7 +257,7 @@ def test_in_a_swarm_a_slow_worker_arrives_by_itself_and_a_joiner_too() -> None:
     assert joiner.optimizer.position == 3 * H
     assert swarm_steps(world, (1.0, 3.0, 2.0), 3) == {0: [H] * 3, 1: [H // 3] * 3, 2: [H, H // 2, H // 2]}
     assert len(world.digests()) == 1
-    assert not any(worker.loop.rounds_failed for worker in world.workers.values())
+    assert not any(worker.loop.counters.rounds_failed for worker in world.workers.values())
 
 
 def test_a_worker_of_a_swarm_that_is_called_before_it_arrives_goes_on_from_there() -> None:
@@ -284,7 +284,7 @@ def ended_at(engine: Engine, sync: SyncConfig, seconds: Seconds) -> tuple[str, i
     run = Run(engine, sync, seconds)
     run.until(2 * H)
     run.optimizer.finish()
-    return run.optimizer.anchor_digest(), run.loop.state.steps_taken, run.loop.rounds_failed
+    return run.optimizer.anchor_digest(), run.loop.state.steps_taken, run.loop.counters.rounds_failed
 
 
 @pytest.mark.slow

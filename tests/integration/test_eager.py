@@ -63,7 +63,7 @@ def test_a_joiner_begins_at_the_anchor_and_all_stay_equal(codec: str) -> None:
     world.join(2)
     world.step(times=2 * H)
     assert len(world.digests()) == 1
-    assert not any(worker.loop.rounds_failed for worker in world.workers.values())
+    assert not any(worker.loop.counters.rounds_failed for worker in world.workers.values())
 
 
 def test_a_worker_of_a_swarm_that_missed_a_round_keeps_its_work() -> None:
@@ -72,7 +72,7 @@ def test_a_worker_of_a_swarm_that_missed_a_round_keeps_its_work() -> None:
     world.workers[0].loop.on_round = events.append
     world.step(times=5 * H)
     assert len(world.digests()) == 1
-    assert world.workers[1].loop.resyncs == 1
+    assert world.workers[1].loop.counters.resyncs == 1
     weights = [event.result.total_weight for event in events if event.result]
     assert weights == [2 * H, H, 3 * H, 2 * H], "the third round has what the second lacks"
 

@@ -41,7 +41,9 @@ def test_a_joiner_has_the_others_anchors_and_position_and_is_in_the_next_rounds(
     assert joiner.loop.inner_steps == others.inner_steps == 14
     assert joiner.loop.state.steps_taken == 0 and joiner.loop.state.sequence == others.sequence
     world.step(times=6)
-    assert joiner.loop.rounds_failed == joiner.loop.resyncs == 0 and joiner.loop.state.steps_taken == 6
+    assert (
+        joiner.loop.counters.rounds_failed == joiner.loop.counters.resyncs == 0 and joiner.loop.state.steps_taken == 6
+    )
     world.finish()
     assert len(world.digests()) == 1 and joiner.loop.rounds == others.rounds
     assert torch.equal(flat(joiner.model), flat(world.workers[0].model))
@@ -117,7 +119,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(what: str,
     before = world.workers[1].optimizer.anchor_digest()
     world.step(times=6)
     away = world.workers[1]
-    assert (away.loop.resyncs, away.loop.state.sequence) == (0, 1)
+    assert (away.loop.counters.resyncs, away.loop.state.sequence) == (0, 1)
     assert away.optimizer.anchor_digest() == before
     world.swarm.freeze(1)  # its state is that before round 0, which the mean of round 0 follows
     with pytest.raises(EngineError, match=f"no worker gave its state.*{named}"):
@@ -137,7 +139,7 @@ def test_means_that_a_worker_has_already_are_passed_over_where_only_means_come()
     world.step(times=6)
     world.swarm.state_for = with_an_old_one  # type: ignore[method-assign]
     world.step(times=6)
-    assert world.workers[1].loop.resyncs == 1 and world.workers[1].loop.rounds == 2
+    assert world.workers[1].loop.counters.resyncs == 1 and world.workers[1].loop.rounds == 2
     assert len(world.digests()) == 1
 
 

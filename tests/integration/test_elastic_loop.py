@@ -78,7 +78,7 @@ def test_a_mean_that_is_not_finite_moves_no_anchor_and_loses_no_work(sync: SyncC
     mean.fill_(255)  # NaN in fp32
     world.merge()
     for worker in world.workers.values():
-        assert (worker.loop.rounds_failed, worker.loop.rounds) == (1, 0)
+        assert (worker.loop.counters.rounds_failed, worker.loop.rounds) == (1, 0)
         assert torch.equal(anchors(worker.optimizer), before)
     again = next(m for m in range(1, 9) if schedule.fragment_of(m) == schedule.fragment_of(0))
     world.step(times=schedule.post_step(again) - schedule.post_step(0))
@@ -205,13 +205,13 @@ def test_i6_a_worker_that_missed_a_round_has_the_others_state_right_away_and_kee
         world.post()
         own = parameters(world, 1)
         missed = [p.key.fragment for p in missing.in_flight if p.key.sequence in (0, 1)]
-        failed = missing.rounds_failed
+        failed = missing.counters.rounds_failed
         world.merge(0, 2)
         world.merge(1)
-        if missing.rounds_failed > failed:
+        if missing.counters.rounds_failed > failed:
             assert all(torch.equal(parameters(world, 1)[index], own[index]) for index in missed)
             assert missing.sequence == world.workers[0].loop.state.sequence
-    assert (missing.rounds_failed, missing.resyncs) == (2, 1 if sync.overlap_steps else 2)
+    assert (missing.counters.rounds_failed, missing.counters.resyncs) == (2, 1 if sync.overlap_steps else 2)
     assert told[0] == ("round 0: it ended without worker 1", told[0][1]) and told[0][1] >= 1
     world.finish()
     assert len(world.digests()) == 1
@@ -234,7 +234,7 @@ def test_who_was_absent_moves_along_with_the_others_for_the_steps_that_it_did_no
         world.merge(0, 2)
     world.merge(1)
     after = anchors(world.workers[0].optimizer)
-    assert world.workers[1].loop.resyncs == 1 and len(world.digests()) == 1
+    assert world.workers[1].loop.counters.resyncs == 1 and len(world.digests()) == 1
     torch.testing.assert_close(flat(world.workers[1].model), own + 0.75 * (after - before), rtol=1e-5, atol=1e-6)
     world.step(times=6)
     assert world.workers[1].loop.state.merged_at == [12]  # none of its work is lost
@@ -283,7 +283,7 @@ def test_work_that_is_in_a_mean_already_does_not_come_again_with_the_work_of_a_m
     world.merge(0)
     world.workers[1].loop.inner_steps += 1
     world.merge(1)
-    assert world.workers[1].loop.resyncs == 1
+    assert world.workers[1].loop.counters.resyncs == 1
     assert world.swarm.states_sent == (1 if means_only else 2)  # one when it joined; its own was sound all the time
     moved = world.workers[1].loop.state.fragments[2].anchor
     assert not torch.equal(moved, anchor)
@@ -303,7 +303,7 @@ def test_what_ended_well_after_a_missed_round_is_merged_if_nobody_is_left_to_giv
     left = world.workers[1].loop
     assert (len(left.in_flight), left.rounds) == (3, 0)
     world.step()
-    assert (len(left.in_flight), left.rounds, left.rounds_failed, left.resyncs) == (0, 2, 1, 0)
+    assert (len(left.in_flight), left.rounds, left.counters.rounds_failed, left.counters.resyncs) == (0, 2, 1, 0)
     assert world.swarm.providers[1]().numbers["sequence"] == 3
     for index in (left.schedule.fragment_of(1), left.schedule.fragment_of(2)):
         assert torch.equal(parameters(world, 1)[index], left.state.fragments[index].anchor)
@@ -315,17 +315,17 @@ def test_a_worker_that_nobody_answers_trains_on_without_posting_and_tries_again_
     world.swarm.unavailable = 2
     world.step(times=11)
     away = world.workers[1].loop
-    assert (away.resyncs, away.sequence, world.swarm.unavailable) == (0, 1, 1)
+    assert (away.counters.resyncs, away.sequence, world.swarm.unavailable) == (0, 1, 1)
     assert world.swarm.providers[1]().numbers["sequence"] == 0  # old, but consistent
     world.inner_step()
     world.swarm.leave_out(1, 1)
     world.post()
     world.merge()
-    assert (away.resyncs, away.sequence, away.state.steps_taken, world.swarm.unavailable) == (0, 1, 12, 0)
+    assert (away.counters.resyncs, away.sequence, away.state.steps_taken, world.swarm.unavailable) == (0, 1, 12, 0)
     world.step(times=5)
-    assert away.resyncs == 0  # not tried after every step
+    assert away.counters.resyncs == 0  # not tried after every step
     world.step()
-    assert (away.resyncs, away.sequence) == (1, 3)
+    assert (away.counters.resyncs, away.sequence) == (1, 3)
     assert [member.weight for member in events[-1].result.members] == [6.0, 18.0]
     assert len(world.digests()) == 1
 
@@ -345,7 +345,7 @@ def test_a_worker_that_diverged_takes_the_parameters_too_and_says_so() -> None:
     world.inner_step()
     world.post()
     world.merge()
-    assert (diverged.loop.rounds_failed, diverged.loop.resyncs, told) == (1, 1, [2])
+    assert (diverged.loop.counters.rounds_failed, diverged.loop.counters.resyncs, told) == (1, 1, [2])
     assert len(world.digests()) == 1
     assert torch.equal(flat(diverged.model), anchors(diverged.optimizer))
     assert world.swarm.providers[2]().numbers["sequence"] == 2
@@ -368,10 +368,10 @@ def test_a_worker_that_went_on_alone_takes_the_others_state_though_it_is_behind_
     diverged.loop.missed = Missed("it went on alone")
     world.workers[7] = replace(diverged, number=7)
     world.step(7, times=5)
-    assert diverged.loop.resyncs == 0
+    assert diverged.loop.counters.resyncs == 0
     world.inner_step(7)
     world.post(7)
-    assert (diverged.loop.resyncs, diverged.loop.inner_steps, diverged.loop.state.sequence) == (1, 36, 2)
+    assert (diverged.loop.counters.resyncs, diverged.loop.inner_steps, diverged.loop.state.sequence) == (1, 36, 2)
     assert len(diverged.loop.in_flight) == 1
     world.step(0, 1, times=5)
     world.inner_step(0, 1)
@@ -404,7 +404,7 @@ def test_a_worker_that_stops_leaves_alone_with_the_anchor_and_the_others_go_on()
     world.step(times=10)
     assert not any(worker.loop.stopping for worker in world.workers.values())
     world.finish()
-    assert len(world.digests()) == 1 and world.workers[0].loop.rounds_failed == 0
+    assert len(world.digests()) == 1 and world.workers[0].loop.counters.rounds_failed == 0
 
 
 @SYNCS
@@ -434,7 +434,7 @@ def test_all_end_with_the_same_parameters_where_the_run_ends_also_who_is_called_
     ending.join(20.0)
     assert not ending.is_alive()
     assert fast.inner_steps == slow.inner_steps == 14 and slow.state.steps_taken < 14
-    assert fast.sequence == slow.sequence and fast.rounds_failed == slow.rounds_failed == 0
+    assert fast.sequence == slow.sequence and fast.counters.rounds_failed == slow.counters.rounds_failed == 0
     assert len(world.digests()) == 1
     assert torch.equal(flat(world.workers[0].model), flat(world.workers[1].model))
 
@@ -444,7 +444,9 @@ def test_a_failed_last_round_or_confirmation_is_counted_and_no_error() -> None:
     world.workers[0].loop.end_at(7)
     world.step(times=7)
     world.finish(0)
-    assert world.workers[0].loop.rounds_failed == 2  # the last turn and the confirmation: worker 1 took no part
+    assert (
+        world.workers[0].loop.counters.rounds_failed == 2
+    )  # the last turn and the confirmation: worker 1 took no part
     assert torch.equal(flat(world.workers[0].model), anchors(world.workers[0].optimizer))
 
 

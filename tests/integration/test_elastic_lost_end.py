@@ -35,5 +35,5 @@ def test_the_mean_of_a_round_that_failed_for_this_worker_alone_is_merged_when_it
     monkeypatch.setattr(world.swarm, "state_for", since_round_0)
     world.swarm.leave_out(1, 1)
     world.step(times=2 * PLAIN.num_inner_steps)
-    assert world.workers[1].loop.rounds_failed == 2
+    assert world.workers[1].loop.counters.rounds_failed == 2
     assert len(world.digests()) == 1

@@ -86,7 +86,7 @@ def test_i2_every_element_is_averaged_exactly_once_within_a_rotation(fragments: 
             optimizer.loop.state.fragments
         )
         parts = sum(fragment.layout.num_parts for fragment in optimizer.loop.state.fragments)
-        assert optimizer.loop.bytes_sent == parts * 4096 + HEADER_BYTES * len(optimizer.loop.state.fragments)
+        assert optimizer.loop.counters.bytes_sent == parts * 4096 + HEADER_BYTES * len(optimizer.loop.state.fragments)
 
 
 def test_i2_the_fragments_hold_every_parameter_of_the_model_once() -> None:

@@ -37,9 +37,9 @@ def test_i6_the_dropped_worker_keeps_its_anchor_and_its_parameters(H: int, worke
     world.merge()
     assert torch.equal(flat(world.models[1]), own)
     assert torch.equal(anchors(dropped), anchor)
-    assert (dropped.loop.rounds, dropped.loop.rounds_failed) == (1, 1)
+    assert (dropped.loop.rounds, dropped.loop.counters.rounds_failed) == (1, 1)
     assert not torch.equal(anchors(world.optimizers[0]), anchor)
-    assert (world.optimizers[0].loop.rounds, world.optimizers[0].loop.rounds_failed) == (2, 0)
+    assert (world.optimizers[0].loop.rounds, world.optimizers[0].loop.counters.rounds_failed) == (2, 0)
 
 
 @pytest.mark.parametrize("H", [1, 3])
@@ -75,7 +75,7 @@ def test_i6_a_round_that_fails_for_everyone_changes_nothing_and_loses_nothing(H:
     world.step(H)
     for optimizer in world.optimizers:
         assert torch.equal(anchors(optimizer), start)
-        assert (optimizer.loop.rounds, optimizer.loop.rounds_failed) == (0, 1)
+        assert (optimizer.loop.rounds, optimizer.loop.counters.rounds_failed) == (0, 1)
     world.step(H - 1)
     world.inner_step()
     mean = (flat(world.models[0]).double() + flat(world.models[1]).double()) / 2
@@ -88,7 +88,7 @@ def test_i6_a_round_that_fails_for_everyone_changes_nothing_and_loses_nothing(H:
 def test_i6_a_worker_alone_trains_on_after_a_failed_round() -> None:
     world = InTurn(1, SyncConfig(2, "fp32"), SGD(lr=1.0), fail_at=[(0, 0)])
     world.step(2)
-    assert world.optimizers[0].loop.rounds_failed == 1
+    assert world.optimizers[0].loop.counters.rounds_failed == 1
     own = flat(world.models[0])
     assert not torch.equal(anchors(world.optimizers[0]), own)
     world.step(2)
@@ -107,7 +107,7 @@ def test_i6_contributions_that_are_all_refused_change_no_anchor() -> None:
     world.merge()
     assert world.digests() == start
     assert all(bool(anchors(optimizer).isfinite().all()) for optimizer in world.optimizers)
-    assert [optimizer.loop.rounds_failed for optimizer in world.optimizers] == [1, 1]
+    assert [optimizer.loop.counters.rounds_failed for optimizer in world.optimizers] == [1, 1]
 
 
 def test_a_worker_with_nan_parameters_is_refused_counted_and_healed_by_the_merge() -> None:
@@ -140,7 +140,7 @@ def test_a_worker_whose_anchor_diverged_takes_over_the_others_and_adds_nothing_o
     world.step(2)
     assert len(set(world.digests())) == 2
     world.step(2)
-    assert diverged.loop.rounds_failed == 1
+    assert diverged.loop.counters.rounds_failed == 1
     world.step(1)
     world.inner_step()
     others = torch.stack([flat(model).double() for model in world.models[:-1]]).mean(0)

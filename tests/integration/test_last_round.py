@@ -111,7 +111,7 @@ def test_three_workers_of_which_one_missed_the_last_two_rounds_end_where_the_for
     world = InTurn(3, SyncConfig(H, "fp32", max_norm_ratio=None), outer, fail_at=[(2, 3), (2, 4)])
     world.step(5 * H)
     first, last = world.optimizers[0], world.optimizers[2]
-    assert last.loop.rounds_failed == 2
+    assert last.loop.counters.rounds_failed == 2
     expected = by_hand(anchors(first), parameters_of(last))
     finish_all(world.optimizers)
     torch.testing.assert_close(anchors(last), expected, rtol=1e-5, atol=1e-6)
@@ -156,7 +156,7 @@ def test_leftovers_of_a_worker_that_missed_rounds_count_in_full_where_the_rate_h
         fall(world.optimizers, step)
         world.step()
     thetas = [parameters_of(optimizer) for optimizer in world.optimizers]
-    assert world.optimizers[2].loop.rounds_failed == 2
+    assert world.optimizers[2].loop.counters.rounds_failed == 2
     first = anchors(world.optimizers[0])
     norms = [float((first - theta).norm()) for theta in thetas]
     assert norms[2] > 30 * max(norms[:2])
@@ -288,7 +288,7 @@ def test_every_worker_is_in_the_mean_of_each_round_of_finish_with_at_least_a_ful
 
     note_anchors()
     optimizers[0].on_round = note_move
-    dropped = [optimizer.loop.rounds_dropped for optimizer in optimizers]
+    dropped = [optimizer.loop.counters.rounds_dropped for optimizer in optimizers]
     finish_all(optimizers)
     moves_of_finish = [(key, move) for key, move in moves if key in {one.key for one in posted}]
     assert moves_of_finish
@@ -301,7 +301,9 @@ def test_every_worker_is_in_the_mean_of_each_round_of_finish_with_at_least_a_ful
         weights = [max(one.steps, H) for one in here]
         terms = [weight * one.delta for weight, one in zip(weights, here, strict=True) if one.steps]
         torch.testing.assert_close(move, sum(terms) / sum(weights), rtol=1e-4, atol=1e-6)  # type: ignore[arg-type]
-    assert [optimizer.loop.rounds_dropped for optimizer in optimizers] == dropped, "faults.drop ends with the steps"
+    assert [optimizer.loop.counters.rounds_dropped for optimizer in optimizers] == dropped, (
+        "faults.drop ends with the steps"
+    )
 
 
 # The end of a run with dropped rounds

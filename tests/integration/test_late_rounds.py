@@ -35,7 +35,7 @@ def test_a_round_that_is_late_within_the_bound_changes_no_bit() -> None:
                 optimizer.post()
                 optimizer.merge()
             optimizer.finish()
-            assert optimizer.loop.rounds_failed == 0
+            assert optimizer.loop.counters.rounds_failed == 0
             return optimizer.anchor_digest()
 
         return in_threads(2, work)

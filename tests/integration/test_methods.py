@@ -98,7 +98,7 @@ def test_two_methods_together_train_or_are_refused_with_the_reason(name: str) ->
             model, optimizer = build(engine, sync, **more)
             train(model, optimizer, engine.worker, STEPS)
             optimizer.finish()
-            return optimizer.anchor_digest(), optimizer.loop.rounds_failed, flat(model).numpy().tobytes()
+            return optimizer.anchor_digest(), optimizer.loop.counters.rounds_failed, flat(model).numpy().tobytes()
 
         first, second = in_threads(2, work)
         assert first == second and first[1] == 0, (name, other)
@@ -122,7 +122,7 @@ def test_a_joiner_takes_part_in_the_rounds_of_any_method_wherever_it_comes(name:
     world.finish()
     assert len(world.digests()) == 1
     assert len({flat(one.model).numpy().tobytes() for one in world.workers.values()}) == 1
-    assert all(one.loop.rounds_failed == one.loop.resyncs == 0 for one in world.workers.values())
+    assert all(one.loop.counters.rounds_failed == one.loop.counters.resyncs == 0 for one in world.workers.values())
     assert all(one.loop.rounds > 0 for one in world.workers.values())
 
 

@@ -139,7 +139,7 @@ def test_gradients_that_are_not_finite_are_refused_and_all_go_on_equal() -> None
             (loss_of(model, engine.worker, step) * (torch.nan if (engine.worker, step) == (1, 1) else 1)).backward()
             optimizer.step()
         optimizer.finish()
-        return flat(model), optimizer.loop.contributions_refused
+        return flat(model), optimizer.loop.counters.contributions_refused
 
     (one, refused), (other, _) = in_threads(2, run)
     assert torch.equal(one, other) and torch.isfinite(one).all() and refused == 1
@@ -153,7 +153,7 @@ def test_a_gradient_that_is_much_larger_than_the_others_is_in_the_mean() -> None
             (loss_of(model, engine.worker, step) * (100 if engine.worker == 1 else 1)).backward()
             optimizer.step()
         optimizer.finish()
-        return optimizer.loop.contributions_refused
+        return optimizer.loop.counters.contributions_refused
 
     assert in_threads(3, run) == [0, 0, 0]
 
@@ -180,7 +180,7 @@ def test_running_statistics_stay_a_workers_own_until_the_first_round() -> None:
             optimizer.step()
         optimizer.finish()
         assert model.norm.running_mean is not None
-        return torch.cat((flat(model), model.norm.running_mean)), optimizer.loop.contributions_refused
+        return torch.cat((flat(model), model.norm.running_mean)), optimizer.loop.counters.contributions_refused
 
     (one, refused), (other, _) = in_threads(2, run)
     assert torch.equal(one, other) and not refused

@@ -143,6 +143,6 @@ def train(
     story.steps = optimizer.loop.inner_steps
     optimizer.finish(early=early)
     story.digests.append(optimizer.anchor_digest())
-    story.final, story.bytes_sent = flat(model).tolist(), optimizer.loop.bytes_sent
+    story.final, story.bytes_sent = flat(model).tolist(), optimizer.loop.counters.bytes_sent
     story.member_digests = tuple(member.anchor_digest for member in engine.members())
     return story

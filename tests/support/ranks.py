@@ -104,7 +104,9 @@ def told(story: RankStory, model: nn.Module, optimizer: DiLoCo, engine: Connecti
     outer = optimizer.loop
     story.digests.append(optimizer.anchor_digest())
     story.final = whole_parameters(model).tolist()
-    story.failed, story.refused, story.bytes_sent = outer.rounds_failed, outer.contributions_refused, outer.bytes_sent
+    counters = outer.counters
+    story.failed, story.refused = counters.rounds_failed, counters.contributions_refused
+    story.bytes_sent = counters.bytes_sent
     story.state_elements = sum(fragment.numel for fragment in outer.state.fragments)
     story.member_digests = tuple(member.anchor_digest for member in engine.members())
     dist.barrier()

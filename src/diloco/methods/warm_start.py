@@ -88,7 +88,7 @@ class WarmStart:
         self.stopping = self.stopping or result.stopping
         for method in loop.methods:
             method.heard(result.members)
-        loop.contributions_refused += len(result.refused)
+        loop.counters.contributions_refused += len(result.refused)
         for worker, reason in result.refused.items():
             logger.warning("step %d: the gradients of worker %d were refused: %s", step + 1, worker, reason)
         if result.total_weight:
@@ -141,5 +141,5 @@ class WarmStart:
                 f"step {loop.inner_steps + 1} of the warm start has no mean gradient: {failure}. All workers must take "
                 f"all of its sync.warm_start = {self.steps} steps"
             ) from failure
-        loop.bytes_sent += result.bytes_sent
+        loop.counters.bytes_sent += result.bytes_sent
         return result

@@ -178,7 +178,7 @@ class ElasticLoop(OuterLoop):
             return None
         if not self.replica.are_finite(posted.key.fragment, result.means):  # the same bytes: the same answer everywhere
             logger.warning("round %d: its mean is not finite and is not merged", posted.key.sequence)
-            self.rounds_failed += 1
+            self.counters.rounds_failed += 1
             return None
         self._catch_up.record_merged(posted.key)
         return self.outer_step(posted, result)
@@ -211,7 +211,7 @@ class ElasticLoop(OuterLoop):
         if taken:
             if self.ends_at is not None:
                 self.end_at(self.ends_at)
-            self.resyncs += 1
+            self.counters.resyncs += 1
             if self.on_resync is not None:
                 self.on_resync(missed.reason, self.state.sequence)
         return taken is not None
@@ -280,7 +280,7 @@ class ElasticLoop(OuterLoop):
         try:
             self.confirm()
         except RoundFailed as failure:
-            self.rounds_failed += 1
+            self.counters.rounds_failed += 1
             logger.warning("no other worker has confirmed the last parameters: %s", failure.reason)
         self.state.unmerged = self.state.sequence
 

@@ -40,14 +40,13 @@ from diloco.outer.background import BackgroundReplica
 from diloco.outer.method import Method, TrainingWorker
 from diloco.outer.ranked_replica import RankedReplica
 from diloco.outer.replica import OneRankReplica, Replica
-from diloco.outer.rounds import RoundEvent, RoundInFlight, has_another_anchor, settle
+from diloco.outer.rounds import RoundCounters, RoundEvent, RoundInFlight, has_another_anchor, settle
 from diloco.outer.sending import lay_groups
 from diloco.outer.state import AnchorEvaluation, OuterState, means_taken, restored_rounds, saved_rounds
 from diloco.outer.tensors import ModelTensors, Numbers, TensorPieces
 
 logger = logging.getLogger(__name__)
 
-_COUNTERS = ("rounds_failed", "rounds_dropped", "resyncs", "contributions_refused", "bytes_sent", "sync_seconds")
 _LEAST_WORK = 1e-18  # the rate of the last steps may be next to 0
 _CONFIRMATION = -1  # the "fragment" of the last round, in which only headers travel
 
@@ -71,16 +70,6 @@ class OuterLoop(ABC):
     """The learning rates of the inner steps, if they are known: steps at a low rate are less work."""
     ends_at: int | None = None
     """The position at which the run ends for all workers, if `end_at` has told it."""
-
-    # Counted here, and saved
-
-    rounds_failed: int = 0
-    rounds_dropped: int = 0
-    resyncs: int = 0
-    contributions_refused: int = 0
-    bytes_sent: int = 0
-    sync_seconds: float = 0.0
-    """Spent on rounds instead of training: encoding, waiting, merging."""
 
     # What rounds have told
 
@@ -116,6 +105,7 @@ class OuterLoop(ABC):
         self.methods = tuple(methods)
         self.restoring = restoring
         self.report = Report()
+        self.counters = RoundCounters()
         self.in_flight: list[RoundInFlight] = []
         self._inner = inner
         self._travels_a_turn = any(method.travels_a_turn for method in self.methods)
@@ -292,7 +282,7 @@ class OuterLoop(ABC):
             posted = self._start(index, vectors, steps, norm, self.replica.digests[index])
             posted.encode_seconds = encoded - started
             posted.dropped = dropped
-            self.rounds_dropped += dropped
+            self.counters.rounds_dropped += dropped
             if self.on_post is not None:
                 self.on_post(posted.key)
 
@@ -331,7 +321,10 @@ class OuterLoop(ABC):
     def report_now(self) -> Report:
         """Complete the report of this worker for the header of a round."""
         return replace(
-            self.report, inner_steps=self.inner_steps, bytes_sent=self.bytes_sent, sync_seconds=self.sync_seconds
+            self.report,
+            inner_steps=self.inner_steps,
+            bytes_sent=self.counters.bytes_sent,
+            sync_seconds=self.counters.sync_seconds,
         )
 
     def _share_of_round(self, steps: int, H: int) -> float:
@@ -381,7 +374,7 @@ class OuterLoop(ABC):
         """Count a failed round. Its work is in this worker's parameters, and in its next outer gradient."""
         index = posted.key.fragment
         turn = self.schedule.turn_of(posted.key.sequence)
-        self.rounds_failed += 1
+        self.counters.rounds_failed += 1
         self.failed(posted, failure)
         for method in self.methods:
             method.ended(index, None)
@@ -401,13 +394,13 @@ class OuterLoop(ABC):
         self.got_result(posted, result)
         for method in self.methods:
             method.ended(key.fragment, result.means_with(own))
-        self.bytes_sent += result.bytes_sent
-        self.contributions_refused += len(result.refused)
+        self.counters.bytes_sent += result.bytes_sent
+        self.counters.contributions_refused += len(result.refused)
         for worker, reason in (*result.refused.items(), *result.clipped.items()):
             what = "was refused" if worker in result.refused else "counts less"
             logger.warning("round %d: the contribution of worker %d %s: %s", key.sequence, worker, what, reason)
         if own in result.refused and has_another_anchor(result, own):
-            self.rounds_failed += 1
+            self.counters.rounds_failed += 1
             self.refused_for_its_anchor(posted)
             return None
         mean_norm = self.merge_mean(posted, result) if result.total_weight else None
@@ -430,7 +423,7 @@ class OuterLoop(ABC):
         empty = EncodedVector(codec(self.sync.codec), PartLayout(0))
         self._start(_CONFIRMATION, [empty] * len(self.replica.lanes), 0, 0.0, self.state.anchor_digest())
         result = self.in_flight.pop().pending.wait()
-        self.bytes_sent += result.bytes_sent
+        self.counters.bytes_sent += result.bytes_sent
         self.confirmed = result.members
 
     # The clock
@@ -442,13 +435,13 @@ class OuterLoop(ABC):
         try:
             yield
         finally:
-            self.sync_seconds += time.monotonic() - started
+            self.counters.sync_seconds += time.monotonic() - started
 
     def _training_seconds(self) -> float:
         for device in {tensor.device for tensor in self.replica.tensors.averaged.values()}:
             if device.type == "cuda":  # steps that were only launched are not over
                 torch.cuda.synchronize(device)
-        return time.monotonic() - self.sync_seconds - self.evaluation.seconds
+        return time.monotonic() - self.counters.sync_seconds - self.evaluation.seconds
 
     # Evaluating
 
@@ -464,8 +457,8 @@ class OuterLoop(ABC):
     def start_from_anchor(self) -> None:
         """Go on from a state that was another worker's: its work and what it has counted are not this worker's."""
         self.state.start_from_anchor()
-        self.bytes_sent = 0
-        self.sync_seconds = 0.0
+        self.counters.bytes_sent = 0
+        self.counters.sync_seconds = 0.0
         for method in self.methods:
             method.begin_anew()
 
@@ -480,8 +473,12 @@ class OuterLoop(ABC):
         self.refuse_while_evaluating()
         means, in_flight = saved_rounds(self.in_flight, self.state)
         taken = means_taken(self.in_flight, self.engine.worker)
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        numbers = {**self.state.numbers(), **counters, "report": asdict(self.report), "in_flight": in_flight}
+        numbers = {
+            **self.state.numbers(),
+            **asdict(self.counters),
+            "report": asdict(self.report),
+            "in_flight": in_flight,
+        }
         for method in self.methods:
             numbers |= method.saved_numbers()
         return self.state.saved_tensors(taken) | means, numbers
@@ -494,8 +491,7 @@ class OuterLoop(ABC):
 
         def loaded() -> None:
             self.state.loaded(numbers)
-            for name in _COUNTERS:
-                setattr(self, name, numbers.get(name, 0))  # an earlier version saved fewer
+            self.counters = RoundCounters.from_numbers(numbers)
             self.report = Report(**numbers["report"] | {"stopping": False, "done": False})
             self.others_done = False
             for method in self.methods:

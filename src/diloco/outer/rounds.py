@@ -4,7 +4,7 @@ A round in flight when a worker is saved is waited for and stays unmerged: it is
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any, Protocol
@@ -12,6 +12,24 @@ from typing import Any, Protocol
 from diloco.core.merging import cosines, diverged
 from diloco.engines.rounds import RoundKey, RoundPhases, RoundResult
 from diloco.errors import RoundFailed
+
+
+@dataclass
+class RoundCounters:
+    """One worker's counts of its rounds since it began, which are saved with it."""
+
+    rounds_failed: int = 0
+    rounds_dropped: int = 0
+    resyncs: int = 0
+    contributions_refused: int = 0
+    bytes_sent: int = 0
+    sync_seconds: float = 0.0
+    """Spent on rounds instead of training: encoding, waiting, merging."""
+
+    @staticmethod
+    def from_numbers(numbers: Mapping[str, Any]) -> "RoundCounters":
+        """Read the counts from a saved state; what an earlier version did not count is 0."""
+        return RoundCounters(**{name: numbers[name] for name in RoundCounters.__dataclass_fields__ if name in numbers})
 
 
 class PendingWorkerRound(Protocol):

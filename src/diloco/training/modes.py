@@ -29,6 +29,7 @@ from diloco.models.base import LanguageModel
 from diloco.optimizer import DiLoCo
 from diloco.outer.gradient_mean import GradientMean
 from diloco.outer.loop import OuterLoop
+from diloco.outer.rounds import RoundCounters
 from diloco.outer.tensors import Numbers, TensorPieces, model_tensors
 from diloco.training.compute import Precision
 from diloco.training.config.run import RunConfig, learning_rates, num_rounds
@@ -237,10 +238,6 @@ def _faults(config: RunConfig) -> FaultsConfig | None:
 
 # The baseline
 
-_COUNTERS = (
-    "inner_steps", "sequence", "rounds", "rounds_failed", "contributions_refused", "bytes_sent", "sync_seconds"
-)  # fmt: skip
-
 
 class DataParallel(Mode):
     """Data-parallel training: `average_gradients()` after backward, then clipping, then `step()`."""
@@ -279,10 +276,7 @@ class DataParallel(Mode):
         self.inner_steps = 0
         self.sequence = 0
         self.rounds = 0
-        self.rounds_failed = 0
-        self.contributions_refused = 0
-        self.bytes_sent = 0
-        self.sync_seconds = 0.0
+        self.counters = RoundCounters()
         self.stopping = False
         engine.serve_state(self._state)
         self._join(engine.fetch_state())
@@ -307,23 +301,23 @@ class DataParallel(Mode):
             raise EngineError(f"data-parallel step {self.inner_steps + 1} has no mean gradient: {failure}") from failure
         self._gradients.take(result)
         self.rounds += 1
-        self.sync_seconds += time.monotonic() - started
+        self.counters.sync_seconds += time.monotonic() - started
         self.stopping = self.stopping or result.stopping
 
     def _round(self, contribution: Contribution) -> RoundResult:
         key = RoundKey(self.sequence, 0)
         self.sequence += 1
         result = self.engine.start_round(key, contribution, self.sync.timeout_seconds).wait()
-        self.bytes_sent += result.bytes_sent
-        self.contributions_refused += len(result.refused)
+        self.counters.bytes_sent += result.bytes_sent
+        self.counters.contributions_refused += len(result.refused)
         return result
 
     def _report(self) -> Report:
         return replace(
             self.report,
             inner_steps=self.inner_steps,
-            bytes_sent=self.bytes_sent,
-            sync_seconds=self.sync_seconds,
+            bytes_sent=self.counters.bytes_sent,
+            sync_seconds=self.counters.sync_seconds,
         )
 
     def step(self) -> None:
@@ -364,8 +358,8 @@ class DataParallel(Mode):
 
     def start_from_anchor(self) -> None:
         """Count from 0 again: the parameters are the same on all workers, and the counts were another one's."""
-        self.bytes_sent = 0
-        self.sync_seconds = 0.0
+        self.counters.bytes_sent = 0
+        self.counters.sync_seconds = 0.0
 
     # Saving
 
@@ -378,14 +372,17 @@ class DataParallel(Mode):
 
     def saved(self) -> tuple[dict[str, TensorPieces], Numbers]:
         """Return what to save: everything but the model and the inner optimizer."""
-        return {}, {name: getattr(self, name) for name in _COUNTERS} | {"report": asdict(self.report)}
+        position = {"inner_steps": self.inner_steps, "sequence": self.sequence, "rounds": self.rounds}
+        return {}, position | asdict(self.counters) | {"report": asdict(self.report)}
 
     def memory_to_load(self, numbers: Numbers) -> tuple[dict[str, TensorPieces], Callable[[], None]]:
         """Return the memory to load a saved state into, and what to call then."""
 
         def loaded() -> None:
-            for name in _COUNTERS:
-                setattr(self, name, numbers[name])
+            self.inner_steps = numbers["inner_steps"]
+            self.sequence = numbers["sequence"]
+            self.rounds = numbers["rounds"]
+            self.counters = RoundCounters.from_numbers(numbers)
             self.report = Report(**numbers["report"] | {"stopping": False})
             self.stopping = False
 

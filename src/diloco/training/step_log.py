@@ -77,8 +77,8 @@ class StepLog:
                 loss_scale=self._precision.loss_scale,
                 tokens=self.tokens(1),
                 elapsed_seconds=self.seconds(),
-                sync_seconds=state.sync_seconds,
-                bytes_sent=state.bytes_sent,
+                sync_seconds=state.counters.sync_seconds,
+                bytes_sent=state.counters.bytes_sent,
                 rounds=state.rounds,
             )
         )

@@ -99,8 +99,8 @@ def _disturbed(engine: Engine, disturb: Callable[[int, nn.Module, DiLoCo], None]
         story.digests.append(optimizer.anchor_digest())
     optimizer.finish()
     story.digests.append(optimizer.anchor_digest())
-    story.steps = optimizer.loop.rounds_failed
-    story.final, story.bytes_sent = flat(model).tolist(), optimizer.loop.bytes_sent
+    story.steps = optimizer.loop.counters.rounds_failed
+    story.final, story.bytes_sent = flat(model).tolist(), optimizer.loop.counters.bytes_sent
     assert bool(anchors(optimizer).isfinite().all())
     return story
 
@@ -214,7 +214,7 @@ def bytes_by_both_counts(engine: TorchDistributedEngine) -> dict[str, tuple[int,
             loss_of(model, engine.worker, step).backward()
             optimizer.step()
         dist.barrier()
-        counts[name] = (optimizer.loop.bytes_sent, tcp_bytes_sent() - before)
+        counts[name] = (optimizer.loop.counters.bytes_sent, tcp_bytes_sent() - before)
         dist.barrier()  # a worker that leaves closes the others' sockets, and what they have sent is forgotten
     return counts
 

@@ -235,7 +235,7 @@ def _train(engine: SwarmEngine, pipe: Connection, task: Task, story: Story) -> N
         optimizer.post()
         optimizer.merge()
     optimizer.finish()
-    counts = {"resyncs": outer.resyncs, "failed": outer.rounds_failed}
+    counts = {"resyncs": outer.counters.resyncs, "failed": outer.counters.rounds_failed}
     story.tell("end", **place(), **counts, loss=validation_loss(model))
 
 

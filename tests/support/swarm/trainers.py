@@ -92,6 +92,6 @@ def _round(engine: SwarmEngine, optimizer: DiLoCo, ramp: Tensor) -> Round:
         optimizer.anchor_digest(),
         size if torch.allclose(anchor, ramp * size, rtol=1e-5, atol=0.0) else float("nan"),
         outer.state.steps_taken,
-        outer.resyncs,
+        outer.counters.resyncs,
         0 if result is None else result.bytes_sent,
     )

@@ -104,13 +104,13 @@ def test_what_is_told_is_what_a_run_of_two_workers_has(
     assert case in ("muon", "overlap") or written == sizes.disk.checkpoint_bytes
     rounds = [event["bytes_sent"] for event in events_of(tmp_path / "run", "round") if event["worker"] == 0]
     if config.mode == "diloco":
-        rest = worker.mode.averager.bytes_sent - sum(rounds)
+        rest = worker.mode.averager.counters.bytes_sent - sum(rounds)
         assert sizes.warm_start_bytes <= rest < sizes.warm_start_bytes + 500  # and headers of the last round
         groups = len(worker.mode.averager.replica.groups)  # type: ignore[union-attr]
         assert sum(rounds[:groups]) == sizes.round_bytes
         assert sum(rounds[groups : 2 * groups]) == sizes.round_bytes + sizes.second_moment_bytes
     else:
-        assert abs(worker.mode.averager.bytes_sent / 6 - sizes.round_bytes) < 200
+        assert abs(worker.mode.averager.counters.bytes_sent / 6 - sizes.round_bytes) < 200
 
 
 def test_what_is_told_of_asynchronous_workers_has_the_anchor_of_worker_0(

@@ -73,7 +73,7 @@ class Workers:
 
     @property
     def rounds_failed(self) -> int:
-        return sum(optimizer.failures + optimizer.loop.rounds_dropped for optimizer in self.optimizers)
+        return sum(optimizer.failures + optimizer.loop.counters.rounds_dropped for optimizer in self.optimizers)
 
     @property
     def steps_taken(self) -> int:

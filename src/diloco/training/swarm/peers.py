@@ -337,7 +337,7 @@ class SwarmPeers(Peers):
 
     @property
     def resyncs(self) -> int:  # type: ignore[override]
-        return self._outer.resyncs
+        return self._outer.counters.resyncs
 
     # Giving up
 
