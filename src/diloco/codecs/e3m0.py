@@ -65,7 +65,8 @@ class E3M0(Codec):
             return
         half = out.shape[1] // 2
         for rows in batches(out):
-            into, packed = out[rows], data[rows, :half]
+            into = out[rows]
+            packed = data[rows, :half]
             codes = whole_numbers("codes", packed, torch.int16)
             bits = whole_numbers("bits", into, torch.int16)
             codes.copy_(packed)

@@ -99,7 +99,8 @@ class TopK(_Sparse):
 
     name = "topk"
     means_drop_values = True
-    chosen, value_bits = 64, 2
+    chosen = 64
+    value_bits = 2
 
     def __init__(self) -> None:
         super().__init__(for_means=TopKMean())
@@ -125,7 +126,8 @@ class TopKMean(_Sparse):
 
     name = "topk mean"
     norm_slack = 1.6
-    chosen, value_bits = 128, 4
+    chosen = 128
+    value_bits = 4
 
     def _quantise(self, values: Tensor) -> tuple[Tensor, Tensor]:
         sizes = values.abs()
@@ -158,8 +160,10 @@ def largest(values: Tensor, count: int) -> Tensor:
     least = top[:, -1:]
     tied = torch.nonzero((sizes >= least).sum(dim=1) != count).flatten()
     if len(tied):  # torch.topk may take any of several values of the same size
-        sizes, least = sizes[tied], least[tied]
-        above, same = sizes > least, sizes == least
+        sizes = sizes[tied]
+        least = least[tied]
+        above = sizes > least
+        same = sizes == least
         room = count - above.sum(dim=1, keepdim=True)
         chosen = above | (same & (same.cumsum(dim=1) <= room))
         indices[tied] = _first_true(chosen, count)

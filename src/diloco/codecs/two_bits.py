@@ -57,7 +57,8 @@ class TwoBits(Codec):
     def decode(self, data: Tensor, out: Tensor) -> None:
         quarter = out.shape[1] // 4
         for rows in batches(out):
-            into, packed = out[rows], data[rows, :quarter]
+            into = out[rows]
+            packed = data[rows, :quarter]
             for number, factors in enumerate(into.chunk(4, dim=1)):
                 codes = (packed >> (2 * number)).view(torch.int8)
                 factors.copy_(codes & 1).mul_(_LARGE - _SMALL).add_(_SMALL)

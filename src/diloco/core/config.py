@@ -31,9 +31,11 @@ def check_outer_number(name: str, value: float, optimizer: str, option_name: str
     """Refuse a number of an outer optimizer that is out of range. `option_name`: the option that it is given by, if
     that has another name than the number."""
     if name in ("lr", "epsilon"):
-        valid, rule = 0 < value < math.inf, "finite and above 0"
+        valid = 0 < value < math.inf
+        rule = "finite and above 0"
     else:
-        valid, rule = 0 <= value < 1, "at least 0 and below 1"
+        valid = 0 <= value < 1
+        rule = "at least 0 and below 1"
     if not valid:
         raise ConfigError(f"outer.{option_name or name} = {value} of the outer optimizer '{optimizer}' must be {rule}")
 

@@ -56,8 +56,8 @@ def shard_bounds(shape: Shape, ranks: int) -> list[int]:
     return [min(rank * chunk, rows) * row for rank in range(ranks + 1)]
 
 
-def lay_lanes(shapes: Mapping[str, Shape], sizes: Sequence[int]) -> list[LaneLayout]:
-    """Lay out the lanes of workers with sizes[i] ranks each, in the order of owners; the first is rank 0 of every
+def make_lanes(shapes: Mapping[str, Shape], sizes: Sequence[int]) -> list[LaneLayout]:
+    """Make the lanes of workers with sizes[i] ranks each, in the order of owners; the first is rank 0 of every
     worker.
 
     Every rank is in at least one lane: a rank without any elements (the model is small) is in a lane without pieces,

@@ -24,13 +24,16 @@ from diloco.errors import DiLoCoError, EngineError
 
 logger = logging.getLogger(__name__)
 
-_TOKEN_BYTES, _ADDRESS_BYTES = 32, 256
+_TOKEN_BYTES = 32
+_ADDRESS_BYTES = 256
 _REQUEST = struct.Struct("<BQdQ")  # kind, worker, quiet seconds, bytes of the payload
 _REPLY = struct.Struct("<QQQQ")  # headers, arrivals, bytes of the reason of a refusal, bytes of the anchor
 _ERROR = 2**63  # in place of the number of headers: the reason is an error
 _KINDS: tuple[Kind, ...] = ("arrive", "done", "confirm")
 _IDLE_SECONDS = 1.0
-_MOST_HEADERS, _MOST_REASON, _STEP_BYTES = 1 << 16, 1 << 20, 1 << 24
+_MOST_HEADERS = 1 << 16
+_MOST_REASON_BYTES = 1 << 20
+_STEP_BYTES = 1 << 24  # of memory that is taken at a time
 
 
 class SocketLink(AnchorLink):
@@ -182,7 +185,7 @@ def _send_reply(connection: socket.socket, server: AnchorServer, request: Reques
 def _read_reply(connection: socket.socket) -> Reply:
     """Receive a reply. Raises ConnectionError (an OSError), and EngineError with the server's reason."""
     count, arrivals, length, size = _REPLY.unpack(_read(connection, _REPLY.size))
-    if length > _MOST_REASON or (count > _MOST_HEADERS and count != _ERROR) or size % 4:
+    if length > _MOST_REASON_BYTES or (count > _MOST_HEADERS and count != _ERROR) or size % 4:
         raise ConnectionError(f"a reply of {count} headers, {length} bytes of a reason and {size} of an anchor")
     if count == _ERROR:
         raise EngineError(bytes(_read(connection, length)).decode(errors="replace"))

@@ -242,6 +242,11 @@ class AsynchronousEngine(Engine):
         """Outer gradients that have moved the anchor, as last heard."""
         self.server: AnchorServer | None = None
 
+    @property
+    def mean_is_own(self) -> bool:
+        """Always False: the anchor answers a single worker too."""
+        return False
+
     def open(self, server: AnchorServer | None) -> None:
         """Open the way to the anchor after the optimizer is built. Collective: worker 0 gives the server."""
         self.server = server

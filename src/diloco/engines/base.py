@@ -47,6 +47,11 @@ class Connection(ABC):
     there are at the moment. A worker that stops leaves alone; one that missed a round calls `fetch_state`."""
     closed: bool = False
 
+    @property
+    def mean_is_own(self) -> bool:
+        """Whether every mean is this worker's own contribution, since no other worker can ever take part."""
+        return len(self.sizes) == 1 and not self.elastic
+
     def wanted(self, sequence: int) -> bool:
         """Whether the others are in this round, or past it, and wait no longer: it is posted now, with the work there
         is.

@@ -37,6 +37,11 @@ def end_group(group: "dist.ProcessGroup | None", broken: bool = False) -> None:
         dist.destroy_process_group(group)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what torch.distributed says of a lost peer; a stack of C++ calls follows."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _close_connections(group: dist.ProcessGroup) -> None:
     """Let a receive time out: gloo then closes all connections of the group, and has no other way to do so."""
     if group.size() > 1:

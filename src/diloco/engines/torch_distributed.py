@@ -42,7 +42,7 @@ from diloco.engines.asynchronous import AnchorLink, FixedEngine
 from diloco.engines.base import PendingRound
 from diloco.engines.behind_training import stay_behind_training, threads_behind_training
 from diloco.engines.header import check_same_layout, check_same_round, pack, unpack
-from diloco.engines.process_groups import end_group, new_group
+from diloco.engines.process_groups import end_group, first_line, new_group
 from diloco.engines.reduction import WAVES_AHEAD, Wave, reduce_parts, result_of, run_ends, waves
 from diloco.engines.rounds import (
     Comparison,
@@ -218,7 +218,7 @@ class TorchDistributedEngine(FixedEngine):
             except RuntimeError as error:  # what torch.distributed raises for a lost peer or a timeout
                 self._broken = EngineError(
                     f"worker {self.worker} lost the others: one of {self.workers} workers died, left or did not answer "
-                    f"within {seconds:.0f} s ({_first_line(error)}). torch.distributed cannot go on "
+                    f"within {seconds:.0f} s ({first_line(error)}). torch.distributed cannot go on "
                     "without it; start the run again"
                 )
                 future.set_exception(self._broken)
@@ -364,10 +364,6 @@ def _mark(device: torch.device) -> "torch.cuda.Event | None":
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # The exchange of parts

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.engines.process_groups import end_group
+from diloco.engines.process_groups import end_group, first_line
 from diloco.errors import ConfigError, EngineError
 
 
@@ -119,10 +119,9 @@ class WorkerRanks:
             collective()
         except RuntimeError as error:  # what torch.distributed raises for a lost peer or a timeout
             traceback.clear_frames(error.__traceback__)  # they hold the process group
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise EngineError(
-                f"rank {self.rank} lost another of this worker's {self.count} ranks ({first}): the worker cannot go "
-                "on without it; start the run again"
+                f"rank {self.rank} lost another of this worker's {self.count} ranks ({first_line(error)}): "
+                "the worker cannot go on without it; start the run again"
             ) from error
 
     def close(self, broken: bool = False) -> None:

@@ -41,7 +41,7 @@ from diloco.outer.method import Method, TrainingWorker
 from diloco.outer.ranked_replica import RankedReplica
 from diloco.outer.replica import OneRankReplica, Replica
 from diloco.outer.rounds import RoundCounters, RoundEvent, RoundInFlight, has_another_anchor, settle
-from diloco.outer.sending import lay_groups
+from diloco.outer.sending import make_groups
 from diloco.outer.state import AnchorEvaluation, OuterState, means_taken, restored_rounds, saved_rounds
 from diloco.outer.tensors import ModelTensors, Numbers, TensorPieces
 
@@ -110,7 +110,7 @@ class OuterLoop(ABC):
         self._inner = inner
         self._travels_a_turn = any(method.travels_a_turn for method in self.methods)
         more = [group for method in self.methods for group in method.groups()]
-        groups, self.schedule = lay_groups(tensors, sync, outer, growth, more)
+        groups, self.schedule = make_groups(tensors, sync, outer, growth, more)
         common = (self.schedule, common_values(sync), *common)
         replica_class = choose_replica(sync, engine, tensors)
         self.replica: Replica = replica_class(tensors, engine, groups, sync, self.methods, common)

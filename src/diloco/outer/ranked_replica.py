@@ -20,7 +20,7 @@ from torch import Tensor
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import layout_digest
-from diloco.core.lanes import LaneLayout, Piece, lay_lanes
+from diloco.core.lanes import LaneLayout, Piece, make_lanes
 from diloco.engines.base import Connection, Engine, PendingRound
 from diloco.engines.rounds import (
     Comparison,
@@ -34,7 +34,7 @@ from diloco.engines.rounds import (
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import EngineError, RoundFailed
 from diloco.outer.method import Method
-from diloco.outer.replica import Lane, Replica, lay_sending, refuse_new_parameters
+from diloco.outer.replica import Lane, Replica, make_sending, refuse_new_parameters
 from diloco.outer.rounds import PendingWorkerRound
 from diloco.outer.sending import NO_DIGEST, Group, cut_fragments
 from diloco.outer.tensors import ModelTensors, local_tensors, share, take_first
@@ -59,7 +59,7 @@ class RankedReplica(Replica):
         self._common = common
         self._local = local_tensors(tensors.all, engine.ranks)
         take_first(self._local.values(), engine.ranks)
-        layouts = lay_lanes({name: tensor.shape for name, tensor in self._local.items()}, engine.sizes)
+        layouts = make_lanes({name: tensor.shape for name, tensor in self._local.items()}, engine.sizes)
         engines = engine.lanes([layout.owners for layout in layouts])
         for number, (layout, lane_engine) in enumerate(zip(layouts, engines, strict=True)):
             if lane_engine is not None:
@@ -76,7 +76,7 @@ class RankedReplica(Replica):
         grouped = [[piece for name in group.names for piece in pieces.pop(name)] for group in self.groups]
         views = [[(str(piece), self._view(piece)) for piece in group] for group in grouped]
         fragments = cut_fragments(self.groups, views, self._sync)
-        sending = lay_sending(len(self.lanes), self.groups, fragments, grouped, self._sync, self.engine, self._methods)
+        sending = make_sending(len(self.lanes), self.groups, fragments, grouped, self._sync, self.engine, self._methods)
         start = {str(piece): self._view(piece) for rest in pieces.values() for piece in rest}
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in sorted(start.items())]
         cut = (self.engine.sizes, [list(map(str, group)) for group in grouped])

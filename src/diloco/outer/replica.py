@@ -129,7 +129,7 @@ class Lane:
         self.take_digests()
 
 
-def lay_sending(
+def make_sending(
     lane: int,
     groups: Sequence[Group],
     fragments: Sequence[Fragment | None],
@@ -157,9 +157,8 @@ def _fragment_sending(place: LaneFragment, sync: SyncConfig, methods: Sequence[M
     how = codec("fp16" if place.group.buffers and sync.codec in _FEW_BITS else sync.codec)
     gradient = next(filter(None, (method.gradient(place) for method in methods)), None)
     encoder = next(filter(None, (method.encoder(place) for method in methods)), None)
-    own_mean = len(place.engine.sizes) == 1 and not place.engine.elastic and not sync.asynchronous
     unchanged = how.lossless and gradient is None and encoder is None and not sync.overlap_steps
-    if own_mean and unchanged:
+    if place.engine.mean_is_own and unchanged:
         return FragmentSending(place.fragment, EncodedVector(how, PartLayout(0)))
     device = torch.device("cpu") if sync.offload else place.fragment.device
     vector = EncodedVector(how, place.fragment.layout, device, pinned=sync.offload)
@@ -246,7 +245,7 @@ class OneRankReplica(Replica):
         fragments = cut_fragments(groups, [[(name, memory[name]) for name in g.names] for g in groups], sync)
         inside = {name for group in groups for name in group.names}
         start = {name: tensor for name, tensor in memory.items() if name not in inside}
-        sending = lay_sending(0, groups, fragments, pieces, sync, engine, methods)
+        sending = make_sending(0, groups, fragments, pieces, sync, engine, methods)
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in sorted(start.items())]
         layout = layout_digest([fragment for fragment in fragments if fragment], shapes, *common)
         [lane_engine] = engine.lanes([(0,) * len(engine.sizes)])

@@ -81,14 +81,14 @@ class Group:
         return self.buffers or self.sending is not None
 
 
-def lay_groups(
+def make_groups(
     tensors: ModelTensors,
     sync: SyncConfig,
     outer: OuterOptimizer,
     growth: RoundLengths | None,
     more: Sequence[Group],
 ) -> tuple[list[Group], Schedule]:
-    """Lay out what each fragment holds, and when it is posted. `more`: groups that travel with the last fragment."""
+    """Say what each fragment holds, and when it is posted. `more`: groups that travel with the last fragment."""
     groups = [
         Group(tuple(names), outer, sync.max_norm_ratio, sync.merge) for names in assign(list(tensors.averaged), sync)
     ]
