@@ -227,9 +227,10 @@ class DiLoCo(torch.optim.Optimizer):
             self._first_check = None
         loss: float | None = None
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # what GradScaler left for this step, if anything
-        if self.warm_start is not None and self.warm_start.active:
-            self.warm_start.refuse(closure, found_inf)
-            self._shared_step(self.warm_start.average())
+        warm_start = self._averaging_start
+        if warm_start is not None:
+            warm_start.refuse(closure, found_inf)
+            self._shared_step(warm_start.average())
             return None
         if found_inf is None or self._unscale(found_inf):
             loss = self.inner.step(closure) if closure is not None else self.inner.step()
@@ -244,8 +245,9 @@ class DiLoCo(torch.optim.Optimizer):
         `step()` does it if the loop does not. After the warm start it does nothing: gradients are a worker's own.
         `weight`: of this worker's gradients in the mean (default: of its contributions).
         """
-        if self.warm_start is not None and self.warm_start.active:
-            self.warm_start.average(weight=weight)
+        warm_start = self._averaging_start
+        if warm_start is not None:
+            warm_start.average(weight=weight)
 
     def _shared_step(self, has_mean: bool) -> None:
         """Take a step of the warm start with the mean of all gradients: all workers take it alike, or none of them
@@ -267,8 +269,9 @@ class DiLoCo(torch.optim.Optimizer):
         The step is counted, and a round that is due takes place: the others are waiting for this worker. During the
         warm start this worker takes the step with the others' gradients.
         """
-        if self.warm_start is not None and self.warm_start.active:
-            self._shared_step(self.warm_start.average(skip=True))
+        warm_start = self._averaging_start
+        if warm_start is not None:
+            self._shared_step(warm_start.average(skip=True))
         else:
             self.skipped_steps += 1
             self._count_step()
@@ -322,6 +325,12 @@ class DiLoCo(torch.optim.Optimizer):
     def anchor_digest(self) -> str:
         """Return sixteen hexadecimal digits for all anchors together: equal on all workers after a round."""
         return self.loop.state.anchor_digest()
+
+    @property
+    def _averaging_start(self) -> WarmStart | None:
+        """The warm start, if the next inner step is one of those in which gradients are averaged."""
+        warm_start = self.warm_start
+        return warm_start if warm_start is not None and warm_start.active else None
 
     # The optimizer that torch knows: groups and state are the inner optimizer's
 

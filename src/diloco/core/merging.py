@@ -123,20 +123,20 @@ def decide(
     if rounds and max_norm_ratio is not None:  # a swarm, in which a norm may be a lie
         too_long, too_short = _find_absurd(candidates, max_norm_ratio, leftovers=leftovers)
         refused |= too_long | too_short
-        candidates = [each for each in candidates if each.worker not in refused]
+        candidates = [candidate for candidate in candidates if candidate.worker not in refused]
     clipped: dict[int, str] = {}
     if max_norm_ratio is not None:
-        clipped = {each.worker: each.excess(max_norm_ratio) for each in candidates if each.is_long}
-    scales = [each.scale for each in candidates] if clipped else []
+        clipped = {candidate.worker: candidate.excess(max_norm_ratio) for candidate in candidates if candidate.is_long}
+    scales = [candidate.scale for candidate in candidates] if clipped else []
     idle_weight = sum(weight for own_work, weight in zip(work, weights, strict=True) if not own_work)
     counts_idle = bool(idle_weight and candidates)
     if counts_idle:  # zero outer gradients: they need not be sent to be in the mean
-        moving = sum(each.weight for each in candidates)
+        moving = sum(candidate.weight for candidate in candidates)
         share = moving / (moving + idle_weight)
         scales = [scale * share for scale in scales or [1.0] * len(candidates)]
     return Decision(
-        contributors=tuple(each.worker for each in candidates),
-        weights=tuple(each.weight for each in candidates),
+        contributors=tuple(candidate.worker for candidate in candidates),
+        weights=tuple(candidate.weight for candidate in candidates),
         scales=tuple(scales),
         clipped=clipped,
         merge=merge if len(candidates) >= FEWEST_TO_MERGE[merge] else "mean",
@@ -144,7 +144,7 @@ def decide(
         too_long=frozenset(too_long),
         too_short=frozenset(too_short),
         resync=bool(diverged([claim.anchor_digest for claim in claims])),
-        total_weight=sum(each.work for each in candidates),
+        total_weight=sum(candidate.work for candidate in candidates),
         plain=counts_idle,
     )
 
@@ -182,10 +182,10 @@ class _Candidate:
 
 def _bound_norms(candidates: Sequence[_Candidate], max_norm_ratio: float | None, *, leftovers: bool) -> None:
     """Set the bound of each candidate. `leftovers`: the mean is one of leftovers."""
-    late = [place for place, each in enumerate(candidates) if each.rounds > 1] if leftovers else ()
-    bounds = norm_bounds([each.claim for each in candidates], max_norm_ratio, late)
-    for each, bound in zip(candidates, bounds, strict=True):
-        each.bound = bound
+    late = [place for place, candidate in enumerate(candidates) if candidate.rounds > 1] if leftovers else ()
+    bounds = norm_bounds([candidate.claim for candidate in candidates], max_norm_ratio, late)
+    for candidate, bound in zip(candidates, bounds, strict=True):
+        candidate.bound = bound
 
 
 def _find_absurd(
@@ -195,8 +195,10 @@ def _find_absurd(
 
     `leftovers`: the mean is one of leftovers, and what is left may be next to nothing.
     """
-    claims = [each.claim for each in candidates]
-    long = absurd_norms(claims, [each.bound for each in candidates], [each.rounds for each in candidates])
+    claims = [candidate.claim for candidate in candidates]
+    long = absurd_norms(
+        claims, [candidate.bound for candidate in candidates], [candidate.rounds for candidate in candidates]
+    )
     short = [] if leftovers else short_norms(claims)
     return (
         {candidates[place].worker: candidates[place].excess(max_norm_ratio) for place in long},
@@ -346,7 +348,7 @@ def weighted_mean(
 ) -> Tensor:
     """Compute Σ w_i s_i v_i / Σ w_i in fp32, summed in the order given: the same bits wherever it is computed.
 
-    `scales` are those of contributions that are too long; none: 1 each.
+    `scales` are those of contributions that are too long; none: 1 candidate.
     The first of `values` may be `out` itself, and all others the same scratch memory, filled anew each time.
     The total weight must be positive.
     """
