@@ -53,7 +53,7 @@ AFTER = [
 
 def test_the_events_after_a_new_number_are_written_under_it(tmp_path: Path) -> None:
     log, events = EventLog(tmp_path, 4), SwarmEvents()
-    events.into(log)
+    events.write_into(log)
     log.emit(StepEvent(step=10))
     events("renumbered", {"before": 4, "number": 7, "peer": ME})
     log.emit(StepEvent(step=20))

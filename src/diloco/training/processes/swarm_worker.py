@@ -85,23 +85,22 @@ class SwarmEvents:
         with self._lock:
             if self._log is None:
                 self._early.append((type_, values))
-                return
-        self._emit(type_, values)
+            else:
+                self._emit(self._log, type_, values)
 
-    def into(self, log: EventLog) -> None:
-        with self._lock:
+    def write_into(self, log: EventLog) -> None:
+        """Write the events so far into the log, and each later one as it comes."""
+        with self._lock:  # until all are written: a member that leaves now has joined before
             self._log = log
-            early = self._early
-        for type_, fields in early:  # members met before this worker had its number were there already
-            self._emit(type_, fields | ({"already": True} if type_ == "member_joined" else {}))
+            for type_, fields in self._early:  # members met before this worker had its number were there already
+                self._emit(log, type_, fields | ({"already": True} if type_ == "member_joined" else {}))
 
-    def _emit(self, type_: str, fields: dict[str, Any]) -> None:
-        assert self._log is not None
+    def _emit(self, log: EventLog, type_: str, fields: dict[str, Any]) -> None:
         event = make_event(type_, fields)
         if isinstance(event, RenumberedEvent):
-            self._log.worker = event.member
+            log.worker = event.member
         try:
-            self._log.emit(event)
+            log.emit(event)
         except OSError as error:  # a full disk must not stop the swarm's thread
             logger.error("the event '%s' was not written: %s", type_, error)
 
@@ -143,7 +142,7 @@ def _train_with(
     saved = start is not None and start.checkpoint is not None
     place: dict[str, Any] = {"run": engine.status().run, "peer": me.peer, "addresses": list(me.addresses)}
     log.emit(SwarmEvent(name=slot.name, founded=founded, going_on=saved, **place))
-    swarm_events.into(log)
+    swarm_events.write_into(log)
     cores = SharedCores(torch.set_num_threads, log.emit, fixed=_chosen_threads(config), folder=registry())
     cores.begin(slot.slots)
     engine.pause_serving_state(saved)  # until it is the saved one
