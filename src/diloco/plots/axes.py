@@ -98,7 +98,8 @@ def _draw_lines(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
         y = _numbers(series.y, panel.y_log)
         points = panel.kind == "scatter" or series.line == "none"
         if series.low is not None and series.high is not None:
-            low, high = _numbers(series.low, panel.y_log), _numbers(series.high, panel.y_log)
+            low = _numbers(series.low, panel.y_log)
+            high = _numbers(series.high, panel.y_log)
             if points:
                 axes.errorbar(x, y, [y - low, high - y], fmt="none", ecolor=look.color, elinewidth=0.8, capsize=2)
             else:
@@ -164,7 +165,8 @@ def _groups(panel: Panel) -> dict[str, list[int]]:
 def _draw_spans(axes: Axes, panel: Panel, looks: dict[str, Look]) -> None:
     """Draw a row of coloured bars for each name in `rows`, the first at the top."""
     for series in panel.series:
-        start, end = _numbers(series.x), _numbers(series.until or ())  # type: ignore[arg-type]
+        start = _numbers(series.x)  # type: ignore[arg-type]
+        end = _numbers(series.until or ())
         row = _numbers(series.y)
         known = np.isfinite(start) & np.isfinite(end) & np.isfinite(row)
         axes.barh(

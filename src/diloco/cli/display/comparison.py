@@ -47,7 +47,7 @@ class ComparedRun:
         option = self.options.get
         diloco = summary["mode"] == "diloco"
         sent = summary["bytes_sent_per_worker"]
-        theirs = reference.summary["bytes_sent_per_worker"]
+        reference_sent = reference.summary["bytes_sent_per_worker"]
         both_averaged = summary["rounds"] and reference.summary["rounds"]
         outer = self._outer() if diloco else {}
         return {
@@ -81,7 +81,7 @@ class ComparedRun:
             "perplexity_gap": perplexity_gap(summary, reference.summary),
             "same_tokens": summary["tokens"] == reference.summary["tokens"],
             "bytes_sent_per_worker": sent,
-            "bytes_ratio": sent / theirs if sent and theirs and both_averaged else None,
+            "bytes_ratio": sent / reference_sent if sent and reference_sent and both_averaged else None,
             "compute_utilization": summary["compute_utilization"],
             "training_seconds": summary["training_seconds"],
         }
@@ -138,17 +138,19 @@ def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]], first: int) 
 def savings(run: ComparedRun, reference: ComparedRun) -> str:
     """Say in a sentence what DiLoCo saved and cost against data-parallel training; empty if the two cannot be
     compared."""
-    mine, theirs = run.values(reference), reference.values(reference)
-    modes = (mine["mode"], theirs["mode"], mine["same_tokens"])
-    if modes != ("diloco", "data-parallel", True) or not mine["gap_is_of_the_ends"]:
+    values = run.values(reference)
+    reference_values = reference.values(reference)
+    modes = (values["mode"], reference_values["mode"])
+    if modes != ("diloco", "data-parallel") or not values["same_tokens"] or not values["gap_is_of_the_ends"]:
         return ""
-    if not mine["bytes_ratio"] or mine["perplexity_gap"] is None:
+    if not values["bytes_ratio"] or values["perplexity_gap"] is None:
         return ""
-    loss, base = mine["validation_loss"], theirs["validation_loss"]
+    loss = values["validation_loss"]
+    base = reference_values["validation_loss"]
     changed = f"{abs(loss - base):.3f} ({abs(loss / base - 1):.1%}) {'higher' if loss >= base else 'lower'}"
     return (
-        f"{run.name} sent {times(1 / mine['bytes_ratio'])} fewer bytes than {reference.name} for the same tokens, and "
-        f"its validation loss is {changed}."
+        f"{run.name} sent {times(1 / values['bytes_ratio'])} fewer bytes than {reference.name} for the same tokens, "
+        f"and its validation loss is {changed}."
     )
 
 

@@ -80,7 +80,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _perplexity(summary: Summary) -> str:
-    before, after = summary["initial_validation_perplexity"], summary["validation_perplexity"]
+    before = summary["initial_validation_perplexity"]
+    after = summary["validation_perplexity"]
     if after is None:
         return "not measured"
     start = f"{before:,.1f} before, " if before is not None else ""

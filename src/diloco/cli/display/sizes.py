@@ -24,8 +24,8 @@ def _memory(sizes: Sizes) -> str:
     gpu = f" and {size_text(sizes['device_bytes'])} on its GPU" if sizes["device_bytes"] else ""
     if sizes["network_process_bytes"]:
         gpu += f" and {size_text(sizes['network_process_bytes'])} for its network"
-    there = sizes["memory_available"]
-    available = "" if there is None else f", {size_text(there)} available"
+    free = sizes["memory_available"]
+    available = "" if free is None else f", {size_text(free)} available"
     processes = "1 process" if sizes["processes"] == 1 else f"{sizes['processes']} processes"
     return (
         f"memory: about {size_text(sizes['process_bytes'])} a process{gpu} ({processes}{available}); "
@@ -34,7 +34,8 @@ def _memory(sizes: Sizes) -> str:
 
 
 def _at_a_time(sizes: Sizes) -> str:
-    rows, parts = sizes.get("micro_batch_rows"), sizes.get("accumulation")  # older runs do not tell them
+    rows = sizes.get("micro_batch_rows")  # older runs do not tell them
+    parts = sizes.get("accumulation")
     if not rows or not parts:
         return ""
     number = "1 sequence" if rows == 1 else f"{rows:,} sequences"
@@ -76,7 +77,8 @@ def _network(sizes: Sizes) -> str:
 
 
 def _second_moments(sizes: Sizes) -> str:
-    size, every = sizes.get("second_moment_bytes", 0), sizes.get("second_moment_every", 0)  # older runs have none
+    size = sizes.get("second_moment_bytes", 0)  # older runs do not tell it
+    every = sizes.get("second_moment_every", 0)
     return f", and {size_text(size)} of second moments in every {every}th round" if size else ""
 
 
@@ -129,25 +131,27 @@ def sizes_printer(console: Console, live: LiveHistory) -> Callable[[], None]:
     What `live` has by now is of earlier starts.
     """
     begins = live.history.clock.last or 0.0
-    told = measured = False
+    has_printed = False
+    has_measured = False
 
     def poll() -> None:
-        nonlocal told, measured
-        if told and measured:
+        nonlocal has_printed, has_measured
+        if has_printed and has_measured:
             return
         event = live.history.sizes
-        if event is not None and event.time > begins and not told:
-            told = True
+        if event is not None and event.time > begins and not has_printed:
+            has_printed = True
             for line in size_lines(event.sizes):
                 console.print(Text(line), soft_wrap=not console.is_terminal, highlight=False)
             for warning in event.warnings:
                 console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True, highlight=False)
         rounds = [round_ for round_ in live.history.rounds.until(None) if round_.merged and round_.time > begins]
         first, second = ([round_ for round_ in rounds if round_.fragment == 0] + [None, None])[:2]
-        if first is not None and second is not None and not measured:
-            measured = True
-            if (line_ := measured_line(first, second)) is not None:
-                console.print(Text(line_), soft_wrap=not console.is_terminal, highlight=False)
+        if first is not None and second is not None and not has_measured:
+            has_measured = True
+            measured = measured_line(first, second)
+            if measured is not None:
+                console.print(Text(measured), soft_wrap=not console.is_terminal, highlight=False)
 
     return poll
 

@@ -58,7 +58,8 @@ def _points(series: Series | None) -> list[tuple[float, float]]:
 def _draw(line: list[tuple[float, float]], validation: list[tuple[float, float]], width: int, *, plain: bool) -> Text:
     signs = _ASCII if plain else _BRAILLE
     losses = [loss for _, loss in [*line, *validation]]
-    low, high = min(losses), max(losses)
+    low = min(losses)
+    high = max(losses)
     last = max(step for step, _ in [*line, *validation])
     place = _Place(last, low, high)
     cells = _cells(line, place, width, plain=plain)

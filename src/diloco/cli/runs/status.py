@@ -153,9 +153,9 @@ def _show_progress(folder: Path, *, watch: bool, as_json: bool) -> None:
     live.refresh()
     if as_json:
         now = RunFigures(live.history)
-        told = {"step": now.step, "loss": now.loss, "rounds": now.merged_rounds, "validations": now.perplexities}
-        told["tokens_per_second"] = now.tokens_per_second
-        print(json.dumps({"folder": str(folder), "status": "training", **told}, indent=1))
+        progress = {"step": now.step, "loss": now.loss, "rounds": now.merged_rounds, "validations": now.perplexities}
+        progress["tokens_per_second"] = now.tokens_per_second
+        print(json.dumps({"folder": str(folder), "status": "training", **progress}, indent=1))
         return
     console = Console()
     while True:

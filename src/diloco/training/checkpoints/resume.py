@@ -218,7 +218,7 @@ def differing_parts(saved: str, now: str) -> str:
     return ", ".join("the frozen weights" if key == "frozen" else key for key in keys)
 
 
-class _Read(NamedTuple):
+class _ReadPosition(NamedTuple):
     """The position in a shard that one checkpoint tells; of several for a shard the greatest counts."""
 
     of_this_moment: bool
@@ -233,18 +233,18 @@ def _saved_progress(run_folder: Path, moment: Moment, gather: Gather) -> tuple[d
 
     If a worker has no checkpoint of this moment, its newest counts: skipping a little is better than repeating much.
     """
-    mine: dict[int, _Read] = {}
+    local: dict[int, _ReadPosition] = {}
     for checkpoint in find_checkpoints(run_folder)[0]:
         for shard, read in checkpoint.manifests[0].state["also"]["reading"]["progress"].items():
-            seen = _Read(
+            position = _ReadPosition(
                 checkpoint.moment == moment, checkpoint.moment, checkpoint.step, checkpoint.worker, ShardProgress(*read)
             )
-            mine[int(shard)] = max(mine.get(int(shard), seen), seen)
-    latest: dict[int, _Read] = {}
-    for machine in _exchange(gather, {"shards": list(mine.items())}):
+            local[int(shard)] = max(local.get(int(shard), position), position)
+    latest: dict[int, _ReadPosition] = {}
+    for machine in _exchange(gather, {"shards": list(local.items())}):
         for shard, (of_this, when, step, worker, read) in machine["shards"]:
-            seen = _Read(of_this, Moment(*when), step, worker, ShardProgress(*read))
-            latest[shard] = max(latest.get(shard, seen), seen)
+            position = _ReadPosition(of_this, Moment(*when), step, worker, ShardProgress(*read))
+            latest[shard] = max(latest.get(shard, position), position)
     older = Counter((read.worker, read.step) for read in latest.values() if not read.of_this_moment)
     notes = [
         f"worker {worker} has no checkpoint of this moment here: {count} shards are read on from step {step}, its "

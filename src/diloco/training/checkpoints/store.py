@@ -120,12 +120,12 @@ class CheckpointStore:
             return
         if step in self._written or step == self._started_from:  # all workers agreed on the latter
             return
-        mine = {name: tensor for name, tensor in tensors.items() if self.owner.rank == 0 or not tensor.replicated}
+        saved = {name: tensor for name, tensor in tensors.items() if self.owner.rank == 0 or not tensor.replicated}
         moment = Moment(rounds, self.attempt, self.owner.workers or 0, warm_steps)
         if not self.config.asynchronous:
-            self._try_to_write(step, moment, mine, state)
+            self._try_to_write(step, moment, saved, state)
             return
-        copied, wait = take_snapshot(mine)
+        copied, wait = take_snapshot(saved)
 
         def write() -> None:
             wait()

@@ -31,6 +31,8 @@ from diloco.training.config.run import RunConfig
 from diloco.training.inner import set_position
 from diloco.training.modes import Mode
 
+logger = logging.getLogger(__name__)
+
 
 class HasState(Protocol):
     """Its state dict holds tensors and what JSON can hold."""
@@ -173,9 +175,6 @@ def _empty(data: SavedTensor) -> Tensor:
     return torch.zeros(data.shape, dtype=data.dtype)
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Checkpointer:
     """Saves and loads one worker's state.
@@ -283,14 +282,14 @@ class Checkpointer:
 def _lost(run_folder: Path, start: Start, worker: int) -> str:
     """Return how much work is lost with a worker that is not started again, by its own checkpoint."""
     assert start.checkpoint is not None
-    theirs = [
+    manifests = [
         checkpoint.manifests[0]
         for checkpoint in find_checkpoints(run_folder)[0]
         if checkpoint.worker == worker and checkpoint.moment == start.checkpoint.moment
     ]
-    if not theirs:
+    if not manifests:
         return "its inner steps since its last round are lost; no checkpoint of it here says how many"
-    outer = theirs[-1].state["outer"]
-    taken = theirs[-1].step - outer.get("jumped", 0)
+    outer = manifests[-1].state["outer"]
+    taken = manifests[-1].step - outer.get("jumped", 0)
     lost = taken - min((value for key, value in outer.items() if key.endswith(".merged_at")), default=taken)
     return f"its {lost} inner steps since its last round are lost" if lost else "none of its work is lost"

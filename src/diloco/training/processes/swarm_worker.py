@@ -1,6 +1,7 @@
 """A worker process of a swarm: joins the swarm or starts it, builds its training, runs it, and leaves."""
 
 import logging
+import math
 import os
 import platform
 import threading
@@ -16,7 +17,7 @@ from diloco.history.events import Emit, RenumberedEvent, SwarmEvent, WarmStartEv
 from diloco.history.log import EventLog
 from diloco.swarm.engine import SwarmEngine
 from diloco.swarm.network.listening import choose_port
-from diloco.swarm.protocol.status import MemberStatus, RunStatus
+from diloco.swarm.protocol.status import RunStatus
 from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.swarm.settings import Settings
 from diloco.training.batches import WorkerTexts
@@ -32,7 +33,7 @@ from diloco.training.sizes.estimate import emit_sizes, sharing
 logger = logging.getLogger(__name__)
 
 _WARM_START_POLL_SECONDS = 0.2
-_WARM_START_TELL_SECONDS = 60.0
+_WARM_START_EVENT_SECONDS = 60.0
 
 
 class _Stopped(BaseException):
@@ -105,12 +106,11 @@ class SwarmEvents:
             logger.error("the event '%s' was not written: %s", type_, error)
 
 
-def _give_up() -> None:
-    raise _Stopped
-
-
 def _train(config: RunConfig, slot: SwarmSlot) -> None:
-    on_stop_signals(_give_up)  # finding the swarm may take a minute, and fetching its state too
+    def give_up() -> None:
+        raise _Stopped
+
+    on_stop_signals(give_up)  # finding the swarm may take a minute, and fetching its state too
     device = device_of(config, slot.index)
     own = None if slot.own_folder is None else Corpus.open(slot.own_folder)
     texts = WorkerTexts(Corpus.open(slot.corpus_folder, allow_missing_shards=True), own, slot.index, slot.slots)
@@ -118,13 +118,13 @@ def _train(config: RunConfig, slot: SwarmSlot) -> None:
     engine = SwarmEngine(settings_of(config, slot), on_event=swarm_events)
     try:
         log = EventLog(slot.run_folder, engine.worker)
-        _train_with(config, slot, texts, engine, log, device, swarm_events)
+        _train_as_member(config, slot, texts, engine, log, device, swarm_events)
     finally:
         engine.close()
     log.close()
 
 
-def _train_with(
+def _train_as_member(
     config: RunConfig,
     slot: SwarmSlot,
     texts: WorkerTexts,
@@ -136,7 +136,7 @@ def _train_with(
     files = corpus_files(texts.shared)
     files[RUN_JSON] = slot.run_folder / SWARM_FOLDER / RUN_JSON
     engine.serve_files(files)
-    me = _me(engine)
+    me = next(member for member in engine.status().members if member.number == engine.worker)
     founded = me.has_state  # no member answered: this worker starts the swarm, or restarts it
     start = newest_start(slot.run_folder) if founded else None
     saved = start is not None and start.checkpoint is not None
@@ -174,23 +174,18 @@ def _chosen_threads(config: RunConfig) -> int | None:
     return config.threads
 
 
-def _me(engine: SwarmEngine) -> MemberStatus:
-    """Return the status of this worker, as its node reports it."""
-    return next(member for member in engine.status().members if member.number == engine.worker)
-
-
 def wait_for_warm_start(status: Callable[[], RunStatus], steps: int, emit: Emit) -> None:
     """Wait until a live member with the state is past the warm start's `steps`, or none is left that has it.
 
     The wait for the state itself is the engine's, which asks for it until there is one and gives up if no member is
     left that could have it. This comes first: it follows how far the member is that trains the warm start.
     """
-    told = time.monotonic() - _WARM_START_TELL_SECONDS
+    emitted_at = -math.inf
     while True:
         positions = [member.position for member in status().members if member.live and member.has_state]
         if not positions or max(positions) >= steps:
             return
-        if time.monotonic() - told >= _WARM_START_TELL_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - emitted_at >= _WARM_START_EVENT_SECONDS:
+            emitted_at = time.monotonic()
             emit(WarmStartEvent(step=max(positions), steps=steps))
         time.sleep(_WARM_START_POLL_SECONDS)

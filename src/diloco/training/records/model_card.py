@@ -152,7 +152,8 @@ def _outer(options: Mapping[str, Any]) -> str:
 
 
 def _result(summary: Summary) -> list[tuple[str, str]]:
-    before, after = summary["initial_validation_perplexity"], summary["validation_perplexity"]
+    before = summary["initial_validation_perplexity"]
+    after = summary["validation_perplexity"]
     start = f" (before: {before:,.2f})" if before is not None else ""
     sent = summary["bytes_sent_per_worker"]
     baseline = summary["data_parallel_bytes_per_worker"]

@@ -93,11 +93,11 @@ def summarize(config: RunConfig, history: RunHistory, error: str | None = None) 
 def _numbers(
     config: RunConfig, history: RunHistory, members: Sequence[RoundMember], steps: Mapping[int, int]
 ) -> Summary:
-    """Return the numbers that a swarm counts otherwise: those of all workers, as they have told each other."""
+    """Return the numbers that a swarm counts otherwise: of all workers, from their reports and the log."""
     workers = config.workers if history.started is None else history.started.workers or config.workers
     reports = [member.report for member in members]
-    told = [report.bytes_sent or 0 for report in reports]
-    sent = [worker.progress.bytes_sent for worker in (history.workers | history.left_out).values()]
+    reported_bytes = [report.bytes_sent or 0 for report in reports]
+    logged_bytes = [worker.progress.bytes_sent for worker in (history.workers | history.left_out).values()]
     tokens = (sum(steps.values()) - history.steps_not_taken()) * history.tokens_per_step
     if config.sync.dynamic_steps and config.engine != "swarm":  # positions in the schedule are not steps
         tokens = _own_tokens(history, members)
@@ -105,7 +105,7 @@ def _numbers(
         "workers": workers,
         "members_seen": workers,
         "tokens": tokens,
-        "bytes_sent_per_worker": max([*told, *sent], default=0),
+        "bytes_sent_per_worker": max([*reported_bytes, *logged_bytes], default=0),
         "compute_utilization": _utilization([(report.sync_seconds, report.elapsed_seconds) for report in reports]),
         "anchor_digests": [member.anchor_digest for member in members],
         "training_seconds": max((report.elapsed_seconds or 0.0 for report in reports), default=0.0),
@@ -148,12 +148,12 @@ def _swarm_tokens(history: RunHistory, spokesman: WorkerEndedEvent | None) -> di
     if spokesman is not None and spokesman.tokens_by_worker:
         return {int(worker): tokens for worker, tokens in spokesman.tokens_by_worker.items()}
     own = {worker: work.tokens for worker, work in history.own_work.items()}
-    told = {
+    reported = {
         number: worker.most_tokens_told
         for number, worker in history.workers.items()
         if number not in own and worker.heard_of
     }
-    return own | told
+    return own | reported
 
 
 def _steps_of_bytes(history: RunHistory) -> int:
@@ -242,5 +242,6 @@ def read_summary(folder: Path) -> Summary:
 
 def perplexity_gap(run: Summary, baseline: Summary) -> float | None:
     """Return the relative difference in validation perplexity: positive if the run is worse than the baseline."""
-    mine, theirs = run["validation_loss"], baseline["validation_loss"]
-    return None if mine is None or theirs is None else math.expm1(mine - theirs)
+    loss = run["validation_loss"]
+    baseline_loss = baseline["validation_loss"]
+    return None if loss is None or baseline_loss is None else math.expm1(loss - baseline_loss)

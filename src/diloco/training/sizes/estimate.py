@@ -243,10 +243,10 @@ def bits_per_second(text: str) -> float:
 def measured_bits_per_second(history: RunHistory) -> float | None:
     """Return the rate of a run's rounds so far, of the middle one; None if none has sent anything."""
     rounds = history.rounds.by_sequence.values()
-    told = [
+    sent_rounds = [
         (round_.bytes_sent, round_.statistics["seconds"]) for round_ in rounds if round_.bytes_sent > HEADER_BYTES * 64
     ]
-    rates = sorted(8 * sent / seconds for sent, seconds in told if seconds)
+    rates = sorted(8 * sent / seconds for sent, seconds in sent_rounds if seconds)
     return rates[len(rates) // 2] if rates else None
 
 
@@ -276,7 +276,8 @@ def _matrix_speed(place: Placement, threads: int) -> float:
     """Return how many operations a second this machine's matrix product does."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    size, device = (8192, "cuda") if place.cuda else (1024, "cpu")
+    size = 8192 if place.cuda else 1024
+    device = "cuda" if place.cuda else "cpu"
     dtype = SHORT_TYPES.get(place.precision, torch.float32)
     try:
         left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -348,17 +349,17 @@ def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:
     """Return what to say if the processes of this machine need more memory than it has."""
     each = sizes.process_bytes + sum(sizes.network_memory.values())
     needed = sizes.processes * each - (sizes.processes - 1) * sizes.memory.get(OF_WORKER_0, 0)
-    there = sizes.memory_available
-    if there is None or needed <= there:
+    available = sizes.memory_available
+    if available is None or needed <= available:
         return None
     ways = ["fewer --workers"] if sizes.processes > 1 else []
     if not sizes.device_memory:
-        over = each - there // sizes.processes
+        over = each - available // sizes.processes
         ways += _smaller_batches(config, sizes.memory[ACTIVATIONS], over)
         ways += [] if config.compute.checkpoint_activations else ["--compute.checkpoint_activations true"]
     ways += ["--checkpoint.asynchronous false"] if config.checkpoint.asynchronous and config.num_checkpoints else []
     return (
-        f"this machine has {size_text(there)} of memory available, and {sizes.processes} processes need about "
+        f"this machine has {size_text(available)} of memory available, and {sizes.processes} processes need about "
         f"{size_text(needed)}: try {', or '.join(ways or [_SMALLER])}"
     )
 

@@ -137,8 +137,8 @@ def resident_bytes() -> int:
 
 def free_disk(folder: Path) -> int:
     """Return the bytes free where `folder` is, or will be."""
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-    return shutil.disk_usage(there).free
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    return shutil.disk_usage(existing).free
 
 
 def folder_bytes(folder: Path) -> int:
