@@ -144,8 +144,8 @@ def test_a_joiner_turns_to_another_source_when_one_is_slow(what: str) -> None:
         slow.node.states.serve = slowly  # type: ignore[method-assign]
         joiner = await swarm.start()
         states = joiner.node.states
-        sources = states._sources
-        states._sources = lambda: sorted(sources(), key=lambda peer: peer.name != slow.name)  # type: ignore[method-assign]
+        sources = states.search.sources
+        states.search.sources = lambda first: sorted(sources(first), key=lambda peer: peer.name != slow.name)  # type: ignore[method-assign]
         started = clock.now()
         await joiner.catch_up()
         return [workers[0].trainer.means, joiner.trainer.means], clock.now() - started
@@ -304,7 +304,7 @@ def test_a_member_that_says_that_it_is_ahead_is_not_asked_for_the_state_before_a
         workers[2].node.own.ended_round += 3
         joiner = await swarm.start()
         await asyncio.sleep(0.5)
-        return {joiner.node.states._sources()[0].name for _ in range(40)}
+        return {joiner.node.states.search.sources(None)[0].name for _ in range(40)}
 
     assert len(told(story)) == 4
 

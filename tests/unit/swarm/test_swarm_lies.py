@@ -168,8 +168,8 @@ def test_a_late_worker_takes_a_mean_only_if_its_bytes_are_those_that_were_voted_
         swarm.network.cut.discard(late.name)
         await asyncio.sleep(10.0)
         late.node.own.has_state = False
-        sources = late.node.states._sources
-        late.node.states._sources = lambda: sorted(sources(), key=lambda peer: peer.name != liar.name)  # type: ignore[method-assign]
+        sources = late.node.states.search.sources
+        late.node.states.search.sources = lambda first: sorted(sources(first), key=lambda peer: peer.name != liar.name)  # type: ignore[method-assign]
         await late.catch_up()
         points = late.node.permissions._offence_points.get(liar.name)
         return late.trainer.means, workers[1].trainer.means, points
@@ -367,8 +367,8 @@ def test_a_joiner_takes_no_state_that_other_members_do_not_have(options: dict[st
         await asyncio.sleep(1.0)
         joiner = await swarm.start()
         states = joiner.node.states
-        sources = states._sources
-        states._sources = lambda: sorted(sources(), key=lambda peer: peer.name != liar.name)  # type: ignore[method-assign]
+        sources = states.search.sources
+        states.search.sources = lambda first: sorted(sources(first), key=lambda peer: peer.name != liar.name)  # type: ignore[method-assign]
         await joiner.catch_up()
         liar.node.own.ended_round = 1
         await asyncio.sleep(1.0)
@@ -384,8 +384,8 @@ def test_a_joiner_takes_no_state_that_other_members_do_not_have(options: dict[st
 def ask_first(worker: MemoryWorker, liars: list[MemoryWorker]) -> None:
     """It asks these for the state, and about the state of the others, before any other member."""
     states, names = worker.node.states, {liar.name for liar in liars}
-    sources = states._sources
-    states._sources = lambda: sorted(sources(), key=lambda peer: peer.name not in names)  # type: ignore[method-assign]
+    sources = states.search.sources
+    states.search.sources = lambda first: sorted(sources(first), key=lambda peer: peer.name not in names)  # type: ignore[method-assign]
     witnesses = worker.auditor.witnesses
     of = witnesses.of
     witnesses.of = lambda name: sorted(of(name), key=lambda one: one not in names)  # type: ignore[method-assign]

@@ -80,8 +80,8 @@ def test_a_worker_that_missed_a_round_asks_most_others_for_it_before_two_that_ar
         await rounds(workers, 2)
         for peer in asking.node.members.peers.values():
             peer.status.ended_round = 90 if peer.status.number in (3, 4) else 2
-        asking.node.outcomes.recent.next_to_merge = 2 if missed else None
-        return [peer.status.number for peer in asking.node.states._sources()]
+        sources = asking.node.states.search.sources(2 if missed else None)
+        return [peer.status.number for peer in sources]
 
     assert {*told(story)[: len(first)]} == first
 

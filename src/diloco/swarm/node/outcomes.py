@@ -25,9 +25,9 @@ from diloco.swarm.node.recent_rounds import RecentRounds
 from diloco.swarm.node.round import OwnRound
 from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed, Certificate, Notary
+from diloco.swarm.protocol.merged_rounds import MergedRounds
 from diloco.swarm.protocol.messages import (
     END_BYTES,
-    MOST_ENDS,
     AskEnds,
     AskLastPlan,
     AskOutcome,
@@ -38,8 +38,8 @@ from diloco.swarm.protocol.messages import (
     RoundsLost,
 )
 from diloco.swarm.protocol.missed_rounds import MissedRounds
-from diloco.swarm.protocol.plan import MAX_WORKERS, Plan, parse_header
-from diloco.swarm.protocol.quorum import FEWEST, Quorum
+from diloco.swarm.protocol.plan import MAX_WORKERS, Plan
+from diloco.swarm.protocol.quorum import Quorum
 from diloco.swarm.protocol.wire import Malformed, encode
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,7 @@ class Outcomes:
         """Members that are asked how a round has ended, which they have ended with another plan."""
         self.missed = MissedRounds()
         self.on_end: Callable[[Agreed], None] = lambda _: None
-        self._ends: dict[int, tuple[bytes, int]] = {}
-        """The rounds whose mean is in this worker's state -> the plan of each, and this worker's tokens at its end."""
+        self.merged = MergedRounds()
         self._stall_seconds = self.members.settings.stall_seconds
 
     def has_ended(self, sequence: int) -> bool:
@@ -137,7 +136,7 @@ class Outcomes:
         if decision.resync and refused:  # this worker's anchor differs
             self.record_divergence()
         else:
-            self.record_end(plan)
+            self.merged.record(plan, status.tokens)
         if status.has_state:  # else the trainer lacks an earlier round, and cannot merge this one yet
             self.recent.next_to_merge = round_.sequence + 1
         agreed = Agreed(plan, round_.certificate)
@@ -152,19 +151,12 @@ class Outcomes:
         self.members.status.lose_state()
         self.recent.next_to_merge = None
 
-    def record_end(self, plan: Plan) -> None:
-        """The mean of this plan is in this worker's state."""
-        if plan.has_mean:
-            self._ends[plan.key.sequence] = plan.digest[:END_BYTES], self.members.status.tokens
-            while len(self._ends) > MOST_ENDS:
-                del self._ends[next(iter(self._ends))]
-
     async def ask_ends(self, peer: str) -> dict[int, bytes]:
         """Ask `peer` how the rounds that this worker has counted have ended for it: round -> the beginning of the
         plan's digest, as far as it knows. Raises Unreachable, CallRefused or Malformed."""
-        if not self._ends:
+        first = self.merged.first
+        if first is None:
             return {}
-        first = min(self._ends)
         answer = await self.calls.ask(peer, AskEnds(first))
         if not isinstance(answer, Ends):
             raise Malformed(f"{type(answer).__name__} instead of Ends")
@@ -175,23 +167,12 @@ class Outcomes:
         """This worker has taken over a state before round `sequence`, with these ends of rounds in it, and these plans
         at last. Tell its own user, and the other members, of the rounds that it had counted and that are not in it."""
         status = self.members.status
-        plan_of = ends | {plan.key.sequence: plan.digest[:END_BYTES] for plan in plans}
-        lost = [
-            number
-            for number, (plan, _) in self._ends.items()
-            if number >= sequence or plan_of.get(number, plan) != plan
-        ]
-        kept = [tokens for number, (_, tokens) in self._ends.items() if number < min(lost, default=0)]
-        for number in lost:
-            del self._ends[number]
-        for plan in plans:
-            self.record_end(plan)
-        if lost:
-            message = RoundsLost(len(lost), max(0, status.tokens - max(kept, default=0)))
-            event: dict[str, object] = {"number": status.number, "rounds": message.rounds, "tokens": message.tokens}
+        lost = self.merged.take_over(ends, plans, sequence, status.tokens)
+        if lost is not None:
+            event: dict[str, object] = {"number": status.number, "rounds": lost.rounds, "tokens": lost.tokens}
             self.members.on_event("diverged", event)
             for peer in self.members.live():
-                self.members.faults.start(self._tell_lost(peer.name, message), "telling of lost rounds")
+                self.members.faults.start(self._tell_lost(peer.name, lost), "telling of lost rounds")
 
     async def _tell_lost(self, peer: str, message: RoundsLost) -> None:
         try:
@@ -207,9 +188,7 @@ class Outcomes:
         return Done()
 
     def answer_ends(self, request: AskEnds) -> Ends:
-        last = min(max(self._ends, default=-1), request.first + MOST_ENDS - 1)
-        known = [self._ends.get(number, (bytes(END_BYTES), 0))[0] for number in range(request.first, last + 1)]
-        return Ends(b"".join(known))
+        return self.merged.ends_from(request.first)
 
     def record_missed(self, sequence: int) -> None:
         """A round has ended that this worker has not posted: it no longer has the state."""
@@ -221,16 +200,14 @@ class Outcomes:
         agreed: Agreed | None = None
         try:
             agreed = await self.ask(peer, round_.sequence)
-            if agreed is not None and self.quorum.has_most_votes(agreed):
-                own = agreed.plan.entry(self.members.me)
-                if own is not None and own.contribution.header == round_.posted.header:
-                    async with round_.fetching:
-                        if not round_.ended:
-                            await self._fetch_own_mean(round_, agreed, peer)
-                        if not round_.ended:  # its deadline may have passed meanwhile
-                            round_.certify(agreed.certificate)
-                            self.succeed(round_, agreed.plan)
-                    return
+            if agreed is not None and self.quorum.has_most_votes(agreed) and round_.is_in(agreed.plan, self.members.me):
+                async with round_.fetching:
+                    if not round_.ended and not round_.has_mean_of(agreed):
+                        await self._fetch_own_mean(round_, agreed, peer)
+                    if not round_.ended:  # its deadline may have passed meanwhile
+                        round_.certify(agreed.certificate)
+                        self.succeed(round_, agreed.plan)
+                return
         except (Unreachable, CallRefused, Malformed) as problem:
             logger.info("round %d: %s does not give its outcome: %s", round_.sequence, peer, problem)
             if isinstance(problem, Unreachable):
@@ -240,22 +217,12 @@ class Outcomes:
         decided = agreed is not None and self.quorum.rules_out_others(agreed)
         if not round_.ended and (decided or self.members.most_ended(round_.sequence)):
             self.members.status.lose_state()
-            if agreed is not None and self._has_another_anchor(round_, agreed.plan):
+            if agreed is not None and round_.has_another_anchor(agreed.plan):
                 self.record_divergence()
             round_.fail("the others ended it without this worker", resync=True)
 
-    def _has_another_anchor(self, round_: OwnRound, plan: Plan) -> bool:
-        """Whether this worker's anchor before the round was not the others': their means are not for its state."""
-        own = parse_header(round_.number, round_.posted.header)
-        theirs = {entry.parsed.claim.anchor_digest for entry in plan.contributors}
-        return bool(theirs) and plan.key == own.key and own.claim.anchor_digest not in theirs
-
     async def _fetch_own_mean(self, round_: OwnRound, agreed: Agreed, peer: str) -> None:
         posted = round_.posted
-        mean = agreed.certificate.mean
-        same_plan = round_.plan is not None and round_.plan.digest == agreed.plan.digest
-        if not agreed.plan.has_mean or (same_plan and round_.vote is not None and round_.vote.mean == mean):
-            return
         round_.stop_transfer()
         round_.drop_mean()
         data = await self.fetch_mean(agreed, peer)
@@ -272,19 +239,10 @@ class Outcomes:
         return await self._ask(peer, AskOutcome(sequence))
 
     async def ask_last(self, peer: str, sequence: int) -> Agreed | None:
-        """The last round that has ended for `peer`, which has given this worker the state before round `sequence`.
-
-        Most of the members that say that their work was in it, or in a later one, must have voted for it: by it this
-        worker knows which members count. Raises Malformed, too.
-        """
+        """The last round that has ended for `peer`, which has given this worker the state before round `sequence`: by
+        it this worker knows which members count. Raises Malformed, too."""
         agreed = await self._ask(peer, AskLastPlan())
-        last = sequence - 1 if agreed is None else min(sequence - 1, agreed.plan.key.sequence)
-        contributors = {
-            member.name for member in self.members.with_state() if 0 <= last <= member.status.contributed_round
-        }
-        voted = set() if agreed is None else contributors.intersection(agreed.certificate.signatures)
-        if len(contributors) >= FEWEST and 2 * len(voted) <= len(contributors):
-            raise Malformed(f"{len(voted)} of {len(contributors)} members have voted for the last round that it shows")
+        self.quorum.check_last_end(agreed, sequence)
         return agreed
 
     async def _ask(self, peer: str, request: AskOutcome | AskLastPlan) -> Agreed | None:

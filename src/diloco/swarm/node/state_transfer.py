@@ -11,7 +11,6 @@ another one is asked (`fetch_first`). A state is taken over only if the audit fi
 
 import asyncio
 import logging
-import random
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.membership import Peer
 from diloco.swarm.protocol.messages import NotHere, OpenState, StateHead, decode
 from diloco.swarm.protocol.plan import Plan
+from diloco.swarm.protocol.state_search import StateSearch
 from diloco.swarm.protocol.wire import Malformed, encode
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.trainer import FetchedState, RoundMean, Snapshot, Trainer
@@ -133,11 +133,7 @@ class StateTransfer:
         """A state of this run is no larger, as the trainer says."""
         self._ended: tuple[dict[int, bytes], list[Plan]] = ({}, [])
         """The ends of rounds for the source of the state that was fetched last, and the plans of later means."""
-        self._without_means: set[str] = set()
-        """Sources that no longer keep the means which the trainer lacks, or show others."""
-        self._failed: set[str] = set()
-        """Sources that were asked and have not given the state."""
-        self._random = random.Random(self.members.me)  # each node asks the sources in an order of its own
+        self.search = StateSearch(self.members, MAX_ROUNDS)
 
     # Serving
 
@@ -176,22 +172,15 @@ class StateTransfer:
     async def fetch(self) -> FetchedState | None:
         """The others' state; None if this worker has it, or no other worker has a later one. Raises EngineError."""
         status = self.members.status
-        last_source = clock.now()
+        self.search.begin()
         while not status.has_state:
             if self.members.excluded is not None:
                 raise Excluded(self.members.excluded)
-            sources = self._sources()
-            if sources:
-                last_source = clock.now()
-            joiner = self.recent.next_to_merge is None
-            share = timing.NO_SOURCE_JOINER_SHARE if joiner else timing.NO_SOURCE_SHARE
-            if clock.now() - last_source > share * self._stall_seconds:
-                if joiner:
-                    raise EngineError(
-                        "no worker that has the state of this run answers: the others have ended or cannot be reached. "
-                        "Ask for a new invitation, or resume from a checkpoint where there is one"
-                    )
-                status.keep_state()  # all other workers are gone: this worker's state is the latest
+            next_to_merge = self.recent.next_to_merge
+            is_newcomer = next_to_merge is None
+            sources = self.search.sources(next_to_merge)
+            if self.search.is_alone(is_newcomer=is_newcomer):
+                status.keep_state()
                 return None
             fetched, slow = await fetch_first(sources, self._fetch_from, timing.SOURCE_SHARE * self._stall_seconds)
             for source in slow:
@@ -199,38 +188,16 @@ class StateTransfer:
             if fetched is not None:
                 self._record(fetched)
                 return fetched
-            disagree = self.audit.disagreement_seconds() > timing.DISAGREEMENT_SHARE * self._stall_seconds
-            if not joiner and len(sources) == 1 and disagree:
-                status.keep_state()  # one member alone is left, and cannot show that it is ahead
+            disagreement_seconds = self.audit.disagreement_seconds()
+            if self.search.none_is_later(len(sources), disagreement_seconds, is_newcomer=is_newcomer):
+                status.keep_state()
                 return None
-            if joiner and disagree:
-                raise EngineError(
-                    "the members of this run do not agree on its state, and none has it as most others have: ask the "
-                    "owner of the run which of them to trust"
-                )
             await self.members.wait_for_change(timing.POLL_SECONDS)
         return None
 
-    def _sources(self) -> list[Peer]:
-        """The members with the state, in the order in which they are asked: those that have failed come last, of the
-        others the furthest first, equal ones at random. A single member that says that it is ahead of all others comes
-        no earlier than the second one: any member can say so. Nor do a few that are far ahead of this worker come
-        early: they are a run of their own."""
-        sources = self.members.with_state()
-        first = self.recent.next_to_merge
-        self._random.shuffle(sources)
-        furthest = sorted(peer.status.ended_round for peer in sources)[-2:]
-        far = {peer.name for peer in sources if first is not None and peer.status.ended_round >= first + MAX_ROUNDS}
-        far = far if 2 * len(far) < len(sources) else set()
-
-        def order(peer: Peer) -> tuple[bool, bool, int]:
-            return peer.name in self._failed, peer.name in far, -min(peer.status.ended_round, furthest[0])
-
-        return sorted(sources, key=order)
-
     async def _fetch_from(self, attempt: Attempt) -> FetchedState | None:
         source = attempt.source
-        self._failed.add(source.name)  # until a state has arrived
+        self.search.record_asked(source.name)
         try:
             base = await self._fetch_base(attempt)
             if base is None:
@@ -248,7 +215,7 @@ class StateTransfer:
             if isinstance(problem, AnotherState):
                 self._tell_refused(source, str(problem))
             if isinstance(problem, _NoLongerKept | _NotVotedFor):  # its state, as most have it, tells
-                self._without_means.add(source.name)
+                self.search.record_without_means(source.name)
             if isinstance(problem, Unreachable):
                 self.heartbeats.suspect(source.name, problem)
             return None
@@ -261,7 +228,7 @@ class StateTransfer:
         None if the source gives none."""
         first = self.recent.next_to_merge
         source = attempt.source
-        if first is not None and source.name not in self._without_means:
+        if first is not None and self.search.may_have_means(source.name):
             agreed = await self.outcomes.ask(source.name, first)
             if first > source.status.ended_round or agreed is not None:
                 return _Base(None, first)
@@ -345,8 +312,7 @@ class StateTransfer:
         self.recent.next_to_merge = fetched.sequence
         self.outcomes.quorum.forget_votes_after(status.ended_round)
         self.outcomes.take_over(*self._ended, fetched.sequence)
-        self._without_means.clear()
-        self._failed.clear()
+        self.search.forget()
         self.audit.take_over_state()
         self.outcomes.missed.forget()
         for peer in self.members.live():  # the leader must expect this worker at once

@@ -47,6 +47,7 @@ from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.membership import Membership, Peer
 from diloco.swarm.protocol.plan import Plan
+from diloco.swarm.protocol.wire import Malformed
 
 FEWEST = 3
 _MOST_VOTES = 1024
@@ -169,6 +170,18 @@ class Quorum:
             raise CallRefused(f"round {self.last_ended} has ended, and the plan's leader does not know that", "plan")
         if not self.is_majority([entry.peer for entry in plan.entries]):
             raise CallRefused("the plan does not have most of the members that count", "minority")
+
+    def check_last_end(self, agreed: Agreed | None, sequence: int) -> None:
+        """A member that gives this worker the state before round `sequence` shows the last round that has ended for it;
+        None: none has. Raises Malformed unless most of the members that say that their work was in that round, or in a
+        later one, have voted for it."""
+        last = sequence - 1 if agreed is None else min(sequence - 1, agreed.plan.key.sequence)
+        contributors = {
+            member.name for member in self._members.with_state() if 0 <= last <= member.status.contributed_round
+        }
+        voted = set() if agreed is None else contributors.intersection(agreed.certificate.signatures)
+        if len(contributors) >= FEWEST and 2 * len(voted) <= len(contributors):
+            raise Malformed(f"{len(voted)} of {len(contributors)} members have voted for the last round that it shows")
 
     # What has happened
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from diloco.core.config import Merge
 from diloco.engines.rounds import Comparison, RoundPhases
 from diloco.swarm.network.transport import CallRefused
-from diloco.swarm.protocol.certificate import Certificate, Vote
-from diloco.swarm.protocol.plan import NO_AUTHORITY, Authority, Plan
+from diloco.swarm.protocol.certificate import Agreed, Certificate, Vote
+from diloco.swarm.protocol.plan import NO_AUTHORITY, Authority, Plan, parse_header
 from diloco.swarm.trainer import PostedRound, PresentWorker, RoundOutcome
 
 
@@ -182,6 +182,26 @@ class RoundState:
         self.plan = plan
         self.planned_at = now
         self.drop_mean()
+
+    # How it has ended for others
+
+    def is_in(self, plan: Plan, me: str) -> bool:
+        """Whether the plan has the contribution of this worker, `me`, as it was posted."""
+        own = plan.entry(me)
+        return own is not None and own.contribution.header == self.posted.header
+
+    def has_mean_of(self, agreed: Agreed) -> bool:
+        """Whether the mean with this certificate is in the posted memory, or the round has none."""
+        same_plan = self.plan is not None and self.plan.digest == agreed.plan.digest
+        same_mean = self.vote is not None and self.vote.mean == agreed.certificate.mean
+        return not agreed.plan.has_mean or (same_plan and same_mean)
+
+    def has_another_anchor(self, plan: Plan) -> bool:
+        """Whether this worker's anchor before the round was not that of the plan's contributors: then the means of
+        others are not for its state."""
+        own = parse_header(self.number, self.posted.header)
+        theirs = {entry.parsed.claim.anchor_digest for entry in plan.contributors}
+        return bool(theirs) and plan.key == own.key and own.claim.anchor_digest not in theirs
 
     # The mean
 
