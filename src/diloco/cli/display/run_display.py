@@ -64,15 +64,15 @@ class RunDisplay(Observer):
     @contextmanager
     def follow(self, folder: Path, *, resumed: bool) -> Iterator[Poll]:
         with ExitStack() as beside:
-            sinks = beside.enter_context(SinkProcesses(self._config.sink_names, folder, self.note))
             live = LiveHistory(folder, elastic=self._config.engine == "swarm")
             live.refresh()
             polls: list[Callable[[], object]] = [
                 live.refresh,
                 sizes_printer(self._console, live),
                 self._display.follow(live, resumed=resumed),
-                sinks.poll,
             ]
+            if self._config.sink_names:
+                polls.append(beside.enter_context(SinkProcesses(self._config.sink_names, folder, self.note)).poll)
             if self._listener is not None:
                 self._console.print(Text(f"dashboard: {link(self._listener, LOOPBACK, None)}"), soft_wrap=True)
                 polls.append(beside.enter_context(DashboardProcess(self._listener, folder, self.note)).poll)

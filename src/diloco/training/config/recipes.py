@@ -60,9 +60,17 @@ FINE_TUNING: dict[str, object] = {
 RECIPE_NAMES = ("warm", "plain", "paper")
 LORA: dict[str, object] = {"inner.lr": 2e-4}
 """The numbers of fine-tuning with adapters, which start at zero and bear larger steps than trained weights."""
-_FOLDERS_READ = 100  # to know whether a folder is of Python
 FINE_TUNING_LENGTH = 1024
 """Tokens of a sequence if a pre-trained model takes that many."""
+MODE_DEFAULTS: dict[str, dict[str, object]] = {
+    "diloco": {},
+    "data-parallel": {"sync.codec": "fp32"},  # the classical baseline averages gradients in full precision
+}
+ENGINE_DEFAULTS: dict[str, dict[str, object]] = {
+    "torch_distributed": {},
+    "swarm": {"workers": 1},  # the others join
+}
+_FOLDERS_READ = 100  # to know whether a folder is of Python
 
 
 def text_recipe(source: str) -> dict[str, object]:
@@ -184,13 +192,3 @@ def check_run_model(config: RunConfig) -> None:
     pretrained.check(vocab_size=1, sequence_length=config.data.sequence_length)
     if config.lora.rank is not None:
         check_peft()
-
-
-MODE_DEFAULTS: dict[str, dict[str, object]] = {
-    "diloco": {},
-    "data-parallel": {"sync.codec": "fp32"},  # the classical baseline averages gradients in full precision
-}
-ENGINE_DEFAULTS: dict[str, dict[str, object]] = {
-    "torch_distributed": {},
-    "swarm": {"workers": 1},  # the others join
-}

@@ -263,7 +263,6 @@ class RunConfig:
                 f"sync.offload keeps anchors in CPU memory: it is for mode diloco over gloo (backend = {self.backend}, "
                 f"mode = {self.mode})"
             )
-
         if self.sync.offload and self.device == "cpu":
             raise ConfigError(
                 "sync.offload = true has no effect with device = cpu, where anchors are in CPU memory always: leave "
@@ -371,7 +370,7 @@ class RunConfig:
         """The inner steps between evaluations: as given, or about ten in the run, at ends of rounds."""
         if self.training.eval_interval is not None:
             return self.training.eval_interval
-        return self._about_ten()
+        return self._tenth_of_the_run()
 
     def evaluation_due(self, step: int) -> bool:
         """Return whether a fixed set of workers evaluates after this step: after rounds, which count from the warm
@@ -392,9 +391,10 @@ class RunConfig:
     @property
     def checkpoint_interval(self) -> int:
         """The inner steps between checkpoints: as given, or about ten in the run; 0: none."""
-        return self._checkpoint_interval() if self.checkpoint.interval is None else self.checkpoint.interval
+        return self._default_checkpoint_interval() if self.checkpoint.interval is None else self.checkpoint.interval
 
-    def _about_ten(self) -> int:
+    def _tenth_of_the_run(self) -> int:
+        """Return about a tenth of the steps, in whole rounds."""
         H = self.sync.num_inner_steps
         return max(H, round(self.steps / 10 / H) * H)
 
@@ -406,7 +406,7 @@ class RunConfig:
         if self.checkpoint.interval is not None:
             return self.checkpoint.interval > 0 and step % self.checkpoint.interval == 0
         warm_start = self.sync.warm_start
-        interval = self._checkpoint_interval()
+        interval = self._default_checkpoint_interval()
         if step <= warm_start:
             return step % interval == 0
         after_round = step - warm_start - self.sync.overlap_steps  # what was posted is merged: nothing to wait for
@@ -417,14 +417,14 @@ class RunConfig:
         if self.checkpoint.interval is not None:
             return step // self.checkpoint.interval if self.checkpoint.interval else 0
         warm_start = self.sync.warm_start
-        interval = self._checkpoint_interval()
+        interval = self._default_checkpoint_interval()
         return min(step, warm_start) // interval + max(0, step - warm_start - self.sync.overlap_steps) // interval
 
-    def _checkpoint_interval(self) -> int:
+    def _default_checkpoint_interval(self) -> int:
         """Return the steps between checkpoints for about ten in the run, at ends of rounds, and not closer than a short
         run is repeated."""
         H = self.sync.num_inner_steps
-        return max(self._about_ten(), -(-_CHECKPOINT_STEPS // H) * H)
+        return max(self._tenth_of_the_run(), -(-_CHECKPOINT_STEPS // H) * H)
 
     @property
     def num_checkpoints(self) -> int:

@@ -10,7 +10,7 @@ NO_CUDA = "device = cuda, but this machine has no CUDA device that torch can use
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def heard_signals() -> list[signal.Signals]:
+def ending_signals() -> list[signal.Signals]:
     """Return the stop signals that end a run: all, but SIGHUP where it is ignored (nohup)."""
     return [
         number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN

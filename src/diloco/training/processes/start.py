@@ -39,7 +39,7 @@ from diloco.training.config.recipes import check_run_model
 from diloco.training.config.run import RunConfig
 from diloco.training.config.run_file import to_toml
 from diloco.training.processes.launcher import EndTogether, LocalWorkers, disk_is_full
-from diloco.training.processes.local_process import NO_CUDA, LocalRank, heard_signals
+from diloco.training.processes.local_process import NO_CUDA, LocalRank, ending_signals
 from diloco.training.records.run_folder import RUN_FILE, resume_command
 from diloco.training.records.summary import SUMMARY_FILE, Summary, read_summary, write_summary
 from diloco.training.sizes.room import check_disk
@@ -180,11 +180,12 @@ def run_to_end(
             watch.look()
 
         with _stop_on_signals(observer.with_stop_message(workers.stop)):
-            error = _outcome(lambda: workers.run(watching))
+            error = _error_of(lambda: workers.run(watching))
         return EndedRun(folder, summarize_run(folder, config, error), error)
 
 
-def _outcome(work: Callable[[], None]) -> DiLoCoError | None:
+def _error_of(work: Callable[[], None]) -> DiLoCoError | None:
+    """Do the work, and return the error of the run with which it ended."""
     try:
         work()
     except DiLoCoError as error:
@@ -243,7 +244,7 @@ def _from_checkpoint(folder: Path) -> str:
 @contextmanager
 def _stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` at Ctrl-C, SIGTERM and SIGHUP."""
-    previous = {number: signal.signal(number, lambda *_: stop()) for number in heard_signals()}
+    previous = {number: signal.signal(number, lambda *_: stop()) for number in ending_signals()}
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ from diloco.history.log import EventLog, NoEvents
 from diloco.training.checkpoints.resume import Start, agree_on_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
-from diloco.training.processes.local_process import NO_CUDA, RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, heard_signals
+from diloco.training.processes.local_process import NO_CUDA, RENDEZVOUS_FILE, STOP_SIGNALS, LocalRank, ending_signals
 from diloco.training.sizes.estimate import emit_sizes, sharing
 
 START_SECONDS = 120.0
@@ -94,7 +94,7 @@ def run_training(training: Training, start: Start | None = None) -> None:
 
 def on_stop_signals(stop: Callable[[], None]) -> None:
     """Call `stop` at a stop signal. The launcher has blocked these signals until here."""
-    for number in heard_signals():
+    for number in ending_signals():
         signal.signal(number, lambda *_: stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
