@@ -228,12 +228,17 @@ class RoundsHistory:
             part.started = part.posted - taken["encode"] - part.compute_seconds
         part.seconds = taken
 
-    def forget(self, after_step: int) -> None:
-        """Forget the rounds after the step of a resume, and those without an outcome, whose numbers are used again."""
+    def forget(self, after_step: int, merged: int | None = None) -> None:
+        """Forget the rounds after the step of a resume, and those without an outcome, whose numbers are used again.
+
+        `merged`: so many had been merged in the checkpoint. A run that is stopped ends with one more, at the same step.
+        """
+        counted = sorted(self.merged)[:merged]
+        taken_back = self.merged.difference(counted)
         self.by_sequence = {
             sequence: round_
             for sequence, round_ in self.by_sequence.items()
-            if round_.step <= after_step and round_.has_outcome
+            if round_.step <= after_step and round_.has_outcome and sequence not in taken_back
         }
         self.merged = {sequence for sequence, round_ in self.by_sequence.items() if round_.merged}
         self.failed = {sequence for sequence, round_ in self.by_sequence.items() if round_.failure is not None}

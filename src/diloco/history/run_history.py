@@ -397,7 +397,7 @@ class RunHistory:
         if event.worker == min(self.workers, default=0) or not event.workers:
             self.validations.drop("step", event.step)
             self._measured_at = {step: time for step, time in self._measured_at.items() if step <= event.step}
-            self.rounds.forget(event.step)
+            self.rounds.forget(event.step, event.rounds if event.workers else None)
             kept = [members for members in self._member_lists if members.step <= event.step]
             self._member_lists = deque(kept, _MOST_MEMBER_LISTS)
         if event.new:

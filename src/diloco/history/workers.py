@@ -85,7 +85,11 @@ class WorkerProgress:
                 self._restart()
             case FirstStepEvent():
                 self._first_step = (event.time, self.step + 1)
-            case ResumedEvent() | ResyncEvent():
+            case ResumedEvent():
+                self.step = event.step
+                self.rounds = event.rounds
+                self._restart()
+            case ResyncEvent():
                 self.step = event.step
                 self._restart()
             case JoinedEvent():

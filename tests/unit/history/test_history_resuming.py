@@ -125,6 +125,17 @@ def test_workers_that_come_and_go_are_counted_for_the_steps_that_they_took() -> 
     assert summarize(RunConfig(), history_of(events))["workers"] == 1
 
 
+def test_the_round_with_which_a_stopped_run_ended_is_taken_back_by_a_resume() -> None:
+    """Its checkpoint is from before that round, which is at the same step; the next round has the same number."""
+    rounds = [event("round", 2.0 + n, sequence=n, step=at, mean_norm=1.0, failure=None) for n, at in ((0, 10), (1, 15))]
+    end = event("worker_finished", 4.0, inner_steps=15, stopped_early=True, rounds=2, tokens=150, bytes_sent=20)
+    stopped = [started(0.0, 0, 1), step(1.0, 0, 10), *rounds, end]
+    assert RunFigures(history_of(stopped)).merged_rounds == 2
+    again = [*stopped, started(9.0, 0, 1), resumed(9.0, 0, 15, workers=1)]
+    assert RunFigures(history_of(again)).merged_rounds == 1
+    assert RunFigures(history_of([*again, rounds[1] | {"time": 11.0, "step": 20}])).merged_rounds == 2
+
+
 def test_the_view_goes_back_to_where_the_run_goes_on() -> None:
     view = RunView(RunConfig(steps=40), history_of(INTERRUPTED[:-2]))
     assert view.step == 10 and view.perplexities == [(10, 2.7)]
