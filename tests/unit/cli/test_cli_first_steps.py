@@ -144,6 +144,25 @@ def test_without_a_terminal_the_start_is_told_before_any_worker_has_started(
     ]
 
 
+def test_after_a_resume_the_workers_are_starting_and_no_speed_of_an_earlier_start_is_told(tmp_path: Path) -> None:
+    with (tmp_path / EVENTS_FILE).open("w") as file:
+        file.writelines(json.dumps(one) + "\n" for one in [*STARTED, *FIRST_STEPS, *LOGGED])
+    console = Console(file=io.StringIO(), width=200)
+    with Display(console, CONFIG) as display:
+        history = LiveHistory(tmp_path)
+        history.refresh()
+        poll = display.follow(history, resumed=True)
+        poll()
+        with (tmp_path / EVENTS_FILE).open("a") as file:
+            again = [one | {"time": one["time"] + 1000} for one in starting("first step")]
+            file.writelines(json.dumps(one) + "\n" for one in again)
+        history.refresh()
+        poll()
+    assert isinstance(console.file, io.StringIO)
+    told = [line.partition("  ")[2] for line in console.file.getvalue().splitlines() if line.startswith("step")]
+    assert told == ["starting the workers", "taking the first step"]
+
+
 def test_in_a_terminal_the_start_moves_and_has_its_seconds() -> None:
     view = view_of(starting("validation"))
     pictures = []

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.display.numbers import duration, megabytes
-from diloco.history.events import ROUND_STATISTICS
+from diloco.history.events import ROUND_STATISTICS, WorkerStartedEvent
 from diloco.history.figures import MemberFigures, RunFigures, WorkerFigures
 from diloco.history.notes import RunNote, printable
 from diloco.history.rounds import RoundHistory
@@ -52,6 +52,8 @@ class RunView(RunFigures):
         self.stopping = False
         self.doing_seconds = 0.0
         """The seconds for which the workers have been `doing` the same."""
+        self.earlier_start: WorkerStartedEvent | None = None
+        """The last start of a worker before this run was resumed."""
 
     @property
     def time_left(self) -> float | None:
@@ -67,6 +69,8 @@ class RunView(RunFigures):
     @property
     def doing(self) -> str | None:
         """The words for what the workers do before the first step is logged; None from then on."""
+        if self.earlier_start is not None and self.history.started == self.earlier_start:
+            return DOING["starting"]
         workers = self.history.local_workers.values()
         if any(worker.has_logged for worker in workers):
             return None
@@ -94,6 +98,7 @@ class Display:
         self._next = 0.0
         self._stage = ""
         self._validations_shown = 0
+        self._earlier_start: WorkerStartedEvent | None = None
         self._last_note: RunNote | None = None
         self._doing: str | None = None
         self._doing_since = time.monotonic()
@@ -121,6 +126,7 @@ class Display:
     def view(self) -> RunView:
         """Return the run as it is now."""
         view = RunView(self.config, self._history)
+        view.earlier_start = self._earlier_start
         view.folder = self._folder
         view.stopping = self._stopping
         view.doing_seconds = time.monotonic() - self._doing_since
@@ -147,6 +153,7 @@ class Display:
         self._folder = live.folder
         if resumed:
             self._last_note = live.history.notes.last
+            self._earlier_start = live.history.started
             self._validations_shown = len(RunView(self.config, live.history).perplexities)
         if self._live is None:
             self.console.print(Text(f"run folder: {live.folder}"), soft_wrap=True)
