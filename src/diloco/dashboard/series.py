@@ -32,7 +32,7 @@ def series(figures: RunFigures, points: int, own_curve_workers: set[int] | None 
     rows = {number: columns for number, columns in rows.items() if len(columns["time"])}
     axes = _Axes(rows, history.clock)
     logged = {number: _rows_of(columns, columns["logged"] > 0) for number, columns in rows.items()}
-    local = {number for number, worker in history.workers.items() if worker.local}
+    began = {number: worker.began for number, worker in history.workers.items() if worker.local}
     if own_curve_workers is None:
         own_curve_workers = set(rows) if len(rows) <= _SHOWN_WORKERS else set()
     points_each = max(150, min(points, 2 * points // max(1, len(own_curve_workers))))
@@ -45,7 +45,7 @@ def series(figures: RunFigures, points: int, own_curve_workers: set[int] | None 
             str(n): _own_curve(columns, points_each, axes) for n, columns in logged.items() if n in own_curve_workers
         },
         "validation": _validation(history.validations, until, points, axes),
-        "rates": _rates(rows, axes, own_curve_workers, local, _absences(history)),
+        "rates": _rates(rows, axes, own_curve_workers, began, _absences(history)),
         "rounds": _round_curves(figures.rounds, min(points, 600), axes),
         "statistics": [
             {"column": _column(name), "label": statistic.label, "meaning": statistic.meaning}
@@ -178,13 +178,15 @@ def _rates(
     rows: dict[int, dict[str, Numbers]],
     axes: _Axes,
     own_curve_workers: set[int],
-    local: set[int],
+    began: dict[int, list[float]],
     absences: dict[int, list[tuple[float, float]]],
 ) -> Json:
     """Return tokens per second, and the share of the time that was not spent on rounds, between consecutive moments.
 
-    `local`: the workers of this machine. A worker's own curve begins with the first step that it logged and ends with
-    the last; one elsewhere counts in the sum with its last rate until it is gone, since its reports come late.
+    `began`: when each worker of this machine began to train, at its starts. A worker's own curve begins with the first
+    step that it logged and ends with the last; one elsewhere counts in the sum with its last rate until it is gone,
+    since its reports come late. There is no sum while the rate of a worker here is not known, as after a resume: it
+    would be that of a part of the workers.
     """
     pieces = {number: _pieces(row, axes) for number, row in rows.items()}
     pieces = {number: worker_pieces for number, worker_pieces in pieces.items() if worker_pieces}
@@ -196,6 +198,7 @@ def _rates(
     logged = max(sum(len(piece["seconds"]) for piece in worker_pieces) for worker_pieces in pieces.values())
     grid = np.linspace(first, last, min(_RATE_POINTS, max(2, logged)) + 1)
     total = np.full(len(grid) - 1, np.nan)
+    partial = np.zeros(len(grid) - 1, dtype=bool)
     shares = []
     own_curves = {}
     for number, worker_pieces in pieces.items():
@@ -206,13 +209,15 @@ def _rates(
         absent = np.zeros(len(rate), dtype=bool)
         for start, end in axes.seconds(np.array(absences.get(number, []))):
             absent |= (grid[1:] > start) & (grid[1:] <= end)
-        rate = _held_rate(rate, absent, _HELD_POINTS if number in local else len(rate))
+        rate = _held_rate(rate, absent, _HELD_POINTS if number in began else len(rate))
         total = np.where(np.isnan(rate), total, np.nan_to_num(total) + rate)
+        if began.get(number):
+            partial |= np.isnan(rate) & ~absent & (grid[1:] > axes.seconds(np.array(began[number][:1])))
     all_shares = np.array(shares)
     counts = (~np.isnan(all_shares)).sum(axis=0)
     mean = np.where(counts > 0, np.nansum(all_shares, axis=0) / np.maximum(counts, 1), np.nan)
     return axes.between(axes.times(grid[1:])) | {
-        "tokens_per_second": as_json(total),
+        "tokens_per_second": as_json(np.where(partial, np.nan, total)),
         "utilization": as_json(mean),
         "utilization_low": as_json(_extreme(all_shares, np.fmin)),
         "utilization_high": as_json(_extreme(all_shares, np.fmax)),

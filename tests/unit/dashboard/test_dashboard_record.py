@@ -350,6 +350,17 @@ def test_tokens_per_second_of_a_resumed_run_have_neither_walls_nor_holes(tmp_pat
     assert min(b - a for a, b in pairwise(seconds)) > 0.5 and seconds[-1] < 120
 
 
+def test_the_speed_of_all_workers_is_never_that_of_a_part_of_them_after_a_resume(tmp_path: Path) -> None:
+    """Worker 1 takes its first steps after the pause half a minute later than worker 0."""
+    resumed = [event("resumed", 50.5, n, step=40, rounds=2, workers=2, new=False, notes=[]) for n in range(2)]
+    late = [step(n, number) | {"time": START + number + 30.0 * n} for number in range(42, 121, 2) for n in range(2)]
+    again = [started(0, 2, 50.0), started(1, 2, 50.0), *resumed, *sorted(late, key=lambda one: one["time"])]
+    run = Run(write_run(tmp_path, [*calm_events(workers=2, steps=40), *_again(again, 3600)]), "run")
+    totals = run.series(None, 100, None)["rates"]["tokens_per_second"]
+    known = [value for value in totals if value is not None]
+    assert known == pytest.approx([2 * TOKENS_PER_STEP] * len(known)) and 5 < len(known) < len(totals)
+
+
 def test_a_worker_has_no_rate_before_it_joined_and_after_it_was_lost(tmp_path: Path) -> None:
     """Worker 1, of another machine, is in the rounds 2 to 4 of ten; the curve of all sums those that are there."""
     own = [one for number in range(10) for one in [*round_events(number, 2, 20), step(0, 20 * number + 20)]]
