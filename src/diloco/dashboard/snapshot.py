@@ -172,7 +172,7 @@ def _communication(figures: RunFigures) -> Json:
         "reduction": baseline / sent if sent else None,
         "workers": figures.usual_workers,
         "mean_bytes_per_second": sent / seconds if seconds else None,
-        "data_parallel_bytes_per_second": baseline / seconds if seconds else None,
+        "data_parallel_bytes_per_second": figures.data_parallel_bytes_per_second,
         "link_bytes_per_second": link,
         "link_share": sent / seconds / link if link and seconds else None,
     }

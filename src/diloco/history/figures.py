@@ -355,11 +355,30 @@ class RunFigures:
 
     @cached_property
     def data_parallel_bytes(self) -> int:
-        """The bytes that the busiest worker here would have sent, averaging fp32 gradients at every step."""
-        busiest = max(self.local, key=lambda worker: worker.tokens, default=None)
+        """The bytes that the busiest worker here would have sent, averaging fp32 gradients at every step: for its work
+        until its last round, as `bytes_sent` is, and once it has ended for all of its work."""
+        return self._data_parallel_bytes(max(map(self._tokens_of_bytes, self.local), default=0))
+
+    @property
+    def data_parallel_bytes_per_second(self) -> float | None:
+        """The bytes that the busiest worker here would have sent in a second of its training."""
+        seconds = max((worker.elapsed_seconds for worker in self.local), default=0.0)
+        tokens = max((worker.tokens for worker in self.local), default=0)
+        return self._data_parallel_bytes(tokens) / seconds if seconds else None
+
+    def _data_parallel_bytes(self, tokens: int) -> int:
         tokens_per_step = self.history.tokens_per_step
-        steps = 0 if busiest is None or not tokens_per_step else busiest.tokens // tokens_per_step
+        steps = tokens // tokens_per_step if tokens_per_step else 0
         return data_parallel_bytes(self.history.trainable_parameters, steps, self.usual_workers)
+
+    def _tokens_of_bytes(self, worker: WorkerFigures) -> int:
+        """Return the tokens behind the bytes that a worker has sent: with 500 steps in a round, bytes of one round
+        compared with all steps before the next would look like half of them."""
+        if not worker.active:
+            return worker.tokens
+        values = worker.history.columns.until(self.until)
+        sent = np.flatnonzero(np.diff(values["bytes_sent"], prepend=0.0))
+        return int(values["tokens"][sent[-1]]) if len(sent) else 0
 
     @property
     def link_bytes_per_second(self) -> float | None:

@@ -361,6 +361,18 @@ def test_the_speed_of_all_workers_is_never_that_of_a_part_of_them_after_a_resume
     assert known == pytest.approx([2 * TOKENS_PER_STEP] * len(known)) and 5 < len(known) < len(totals)
 
 
+def test_bytes_are_compared_with_the_steps_that_they_average(tmp_path: Path) -> None:
+    """Rounds of 20 steps: at step 30, and while it is not over at step 40, one round was sent for 20 steps."""
+    run = write_run(tmp_path, calm_events(steps=20))
+    after_a_round = Run(run, "run").state()["communication"]
+    append(run, *(step(worker, number, None, 20) for number in (30, 40) for worker in range(2)))
+    between = Run(run, "run").state()["communication"]
+    for name in ("bytes_sent_per_worker", "data_parallel_bytes_per_worker", "reduction"):
+        assert between[name] == after_a_round[name], name
+    assert between["data_parallel_bytes_per_worker"] == 20 * 4 * PARAMETERS
+    assert between["data_parallel_bytes_per_second"] == pytest.approx(4 * PARAMETERS), "a second a step"
+
+
 def test_a_worker_has_no_rate_before_it_joined_and_after_it_was_lost(tmp_path: Path) -> None:
     """Worker 1, of another machine, is in the rounds 2 to 4 of ten; the curve of all sums those that are there."""
     own = [one for number in range(10) for one in [*round_events(number, 2, 20), step(0, 20 * number + 20)]]
