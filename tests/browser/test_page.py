@@ -255,7 +255,10 @@ def test_the_table_of_runs_says_how_each_trained_and_cuts_nothing_off(page: Page
     expect(row.locator("td").nth(7)).to_have_text("150 of 400")
     page.get_by_label("compare with first").check()
     expect(row).to_contain_text("reference")
-    expect(page.locator('tr[data-run="<b>second"] td').nth(9)).to_contain_text("%, other tokens")
+    second = page.locator('tr[data-run="<b>second"] td')
+    expect(second.nth(9)).to_contain_text("%")
+    expect(second.nth(11)).to_contain_text("less")
+    expect(second.nth(12)).to_have_text("other tokens")
     for width in (1100, 1440):
         page.set_viewport_size({"width": width, "height": 900})
         page.wait_for_timeout(300)
@@ -353,6 +356,28 @@ def test_a_data_parallel_run_has_bytes_and_no_saving(browser: Browser, tmp_path:
         page.wait_for_selector("body[data-drawn]")
         assert _figures(page)["sent by a worker"] == "5 kB" and "fewer bytes" not in _figures(page)
         page.close()
+
+
+def test_bytes_of_a_run_that_has_averaged_nothing_are_not_compared(browser: Browser, tmp_path: Path) -> None:
+    write_run(tmp_path / "averaged", calm_events(steps=40))
+    write_run(tmp_path / "stopped", [started(0, 1), step(0, 10) | {"bytes_sent": 246}])
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    with serving(tmp_path) as served:
+        page.goto(f"{served.address}#run=averaged")
+        page.wait_for_selector("body[data-drawn]")
+        cells = page.locator('tr[data-run="stopped"] td')
+        expect(cells.nth(10)).to_have_text("246 B", timeout=_WAIT)
+        expect(cells.nth(11)).to_have_text("–")
+        page.close()
+
+
+def test_the_utilisation_is_that_of_the_workers_of_this_machine(page: Page) -> None:
+    page.get_by_role("button", name="swarm", exact=True).click()
+    expect(page.locator("#title")).to_have_text("swarm")
+    tile = page.locator(".figure", has=page.locator(".label", has_text="utilisation"))
+    expect(tile.locator(".more")).to_have_text("1 worker here", timeout=_WAIT)
+    page.get_by_role("button", name="first", exact=True).click()
+    expect(tile.locator(".more")).to_have_text("2 workers", timeout=_WAIT)
 
 
 def test_dark_and_light_are_switched_and_a_phone_needs_no_sideways_scrolling(page: Page) -> None:

@@ -50,7 +50,7 @@ METRICS = {
             for name, statistic in ROUND_STATISTICS.items()
         ),
         Metric("diloco_bytes_sent_total", "counter", "Bytes that a worker has sent for rounds."),
-        Metric("diloco_data_parallel_bytes", "gauge", "Bytes that a worker would have sent until its last round, data-parallel."),
+        Metric("diloco_data_parallel_bytes", "gauge", "Bytes sent data-parallel, until a worker's last round."),
         Metric("diloco_members", "gauge", "Members of the run, by state."),
         Metric("diloco_worker_step", "gauge", "Inner steps of a worker."),
         Metric("diloco_worker_lag_steps", "gauge", "Steps that a worker is behind the furthest one."),

@@ -150,6 +150,7 @@ class Run:
             "workers": state["health"]["present"] or len(state["workers"]) or None,
             "loss": validation.get("loss"),
             "perplexity": validation.get("perplexity"),
+            "rounds": state["rounds"]["merged"],
             "bytes": state["communication"]["bytes_sent_per_worker"],
             "tokens": state["tokens"] if state["run_tokens"] is None else state["run_tokens"],
         }
@@ -185,6 +186,7 @@ def _from_summary(summary: Json) -> Json:
         "workers": summary.get("workers"),
         "loss": summary.get("validation_loss"),
         "perplexity": summary.get("validation_perplexity"),
+        "rounds": summary.get("rounds"),
         "bytes": summary.get("bytes_sent_per_worker"),
         "tokens": summary.get("tokens"),
     }

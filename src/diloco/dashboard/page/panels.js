@@ -54,7 +54,7 @@ export function drawHealth(state, { fetched, connected }, isReplay) {
 export function drawFigures(state) {
   const { validation, rounds } = state;
   const done = state.steps ? state.step / state.steps : 0;
-  const workers = state.workers.filter((worker) => worker.active).length || state.workers.length;
+  const workersHere = state.workers.filter((worker) => worker.local).length || state.workers.length;
   const figures = [
     ["perplexity", plain(validation?.perplexity), validation ? `at step ${whole(validation.step)}` : "not measured yet"],
     ["training loss", plain(state.loss),
@@ -63,7 +63,7 @@ export function drawFigures(state) {
     timeFigure(state),
     ["tokens/s", short(state.tokens_per_second),
       state.run_tokens === null ? `${short(state.tokens)} tokens` : `${short(state.run_tokens)} in means`],
-    ["utilisation", share(state.utilization), count(workers, "worker")],
+    ["utilisation", share(state.utilization), `${count(workersHere, "worker")}${workersHere < state.workers.length ? " here" : ""}`],
     ["rounds", whole(rounds.merged),
       rounds.failed || rounds.refused ? `${rounds.failed} failed, ${rounds.refused} refused` : "none failed",
       rounds.failed ? "bad" : ""],

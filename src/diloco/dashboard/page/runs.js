@@ -3,7 +3,7 @@ import { $, fill, make, say } from "./dom.js";
 import { bytes, missing, plain, whole } from "./format.js";
 
 const DOTS = { training: "busy", starting: "busy", complete: "good", stopped: "warning", failed: "bad", silent: "warning" };
-const HEAD = ["", "run", "status", "mode", "H", "codec", "workers", "step", "perplexity", "against", "sent", "against"];
+const HEAD = ["", "run", "status", "mode", "H", "codec", "workers", "step", "perplexity", "against", "sent", "against", ""];
 const FIRST_NUMBER = 4; // the columns from here on are numbers, to the right
 
 let drawn = "";
@@ -67,19 +67,21 @@ function cellsOf(run, base, { focus, overlaid }, { focusOn, overlay, compareWith
     make("span", { class: "nowrap" }, isBase ? "reference " : `${perplexityGap(run, base)} `, compare),
     bytes(run.bytes),
     isBase ? "" : bytesRatio(run, base),
+    isBase || run.tokens === base?.tokens ? "" : make("span", { class: "nowrap" }, "other tokens"),
   ];
 }
 
-// How much larger the perplexity is, as `diloco compare` has it; other tokens make it another comparison.
+// How much larger the perplexity is, as `diloco compare` has it.
 function perplexityGap(run, base) {
   if (!Number.isFinite(run.loss) || !Number.isFinite(base?.loss)) return missing;
   const percent = 100 * Math.expm1(run.loss - base.loss);
   const sign = percent > 0 ? "+" : percent < 0 ? "−" : "";
-  return `${sign}${plain(Math.abs(percent), 3)} %${run.tokens === base.tokens ? "" : ", other tokens"}`;
+  return `${sign}${plain(Math.abs(percent), 3)} %`;
 }
 
+// How many times as many bytes a worker sent; a run that has averaged nothing is not compared.
 function bytesRatio(run, base) {
-  if (!run.bytes || !base?.bytes) return missing;
+  if (!run.bytes || !base?.bytes || !run.rounds || !base.rounds) return missing;
   const times = base.bytes / run.bytes;
   return times >= 1 ? `${plain(times, 3)}× less` : `${plain(1 / times, 3)}× more`;
 }
