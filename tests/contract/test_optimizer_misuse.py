@@ -55,6 +55,19 @@ def test_another_memory_order_after_building_is_refused() -> None:
         steps(model, optimizer, 2)
 
 
+def test_another_memory_order_of_one_fragment_leaves_all_others_as_they_were_at_an_evaluation() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = diloco.SyncConfig(num_inner_steps=10, fragments=2)
+    optimizer = diloco.DiLoCo(model, inner, diloco.alone(), sync=sync, outer=diloco.SGD(lr=1.0))
+    steps(model, optimizer, 3)
+    model[1].weight.data = model[1].weight.detach().t().contiguous().t()
+    own = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ConfigError, match=r"'1\.weight' was changed"), optimizer.outer_parameters():
+        pass
+    assert all(torch.equal(parameter, before) for parameter, before in zip(model.parameters(), own, strict=True))
+
+
 def test_parameters_given_to_the_inner_optimizer_after_building_are_refused() -> None:
     model = nn.Linear(4, 3)
     optimizer = built(model)

@@ -300,8 +300,8 @@ class Fragment:
 
         fp32 parameters are swapped with the anchor, which needs no memory. Other dtypes would round the anchor, and a
         forward pass in training mode would change it through a buffer: such tensors are copied instead.
+        Call `check_memory` before.
         """
-        self.check_memory()
         if self._kept is not None or not self._swappable:
             self._keep_or_restore()
             return

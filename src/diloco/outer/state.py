@@ -279,7 +279,10 @@ class AnchorEvaluation:
     def _exchange(self) -> None:
         if not self.active:
             self._replica.average_buffers(self._replica.tensors.averaged_buffers)
-        for fragment in self._state.fragments:
+        fragments = self._state.fragments
+        for fragment in fragments:
+            fragment.check_memory()  # of all, before any is exchanged
+        for fragment in fragments:
             fragment.exchange()
         self._replica.changed()
         self.active = not self.active
