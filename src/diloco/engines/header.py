@@ -7,7 +7,7 @@ from math import isfinite, isinf, isnan, nan
 
 from diloco.core.merging import MAX_WEIGHT_ROUNDS, Claim
 from diloco.engines.note import is_loss
-from diloco.engines.rounds import Contribution, Member, Report, RoundKey
+from diloco.engines.rounds import CONFIRMATION, GRADIENTS, Contribution, Member, Report, RoundKey
 from diloco.errors import EngineError
 
 _MAGIC = b"dlc6"
@@ -116,9 +116,9 @@ def check_same_round(headers: list[Header], mine: Header) -> None:
 
 
 def _place(key: RoundKey) -> str:
-    if key.sequence < 0:  # methods/warm_start.py
+    if key.fragment == GRADIENTS:
         return f"the warm start, {-key.sequence} {'step' if key.sequence == -1 else 'steps'} before its end"
-    return f"round {key.sequence} (fragment {key.fragment})" if key.fragment >= 0 else "finish()"
+    return "finish()" if key.fragment == CONFIRMATION else f"round {key.sequence} (fragment {key.fragment})"
 
 
 def check_same_layout(digests: Mapping[int, str], worker: int) -> None:

@@ -13,12 +13,19 @@ if TYPE_CHECKING:  # a sidecar's link has no need of torch
     from diloco.codecs.encoded import EncodedVector
 
 
+CONFIRMATION = -1
+"""Stands for the fragment of a round at the end of a run, in which only headers travel."""
+GRADIENTS = -2
+"""Stands for the fragment of a warm start's rounds, which average gradients; they are numbered up to -1, the last."""
+
+
 @dataclass(frozen=True)
 class RoundKey:
     """Names a round: its place in the sequence of all rounds, and the fragment that it averages."""
 
     sequence: int
     fragment: int
+    """The fragment's number, or CONFIRMATION or GRADIENTS."""
 
 
 @dataclass(frozen=True)

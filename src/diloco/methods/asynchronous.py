@@ -33,12 +33,10 @@ from diloco.core.fragments import Fragment
 from diloco.core.outer_optimizers import Nesterov, OuterOptimizer
 from diloco.engines.asynchronous import SERVED_ANCHOR, AnchorServer, AsynchronousEngine, FixedEngine
 from diloco.engines.base import Connection
-from diloco.engines.rounds import Contribution, RoundKey, RoundResult
+from diloco.engines.rounds import CONFIRMATION, Contribution, RoundKey, RoundResult
 from diloco.errors import ConfigError
 from diloco.outer.fixed import FixedLoop
 from diloco.outer.rounds import RoundInFlight
-
-_END = -1  # the "fragment" of a request without an outer gradient
 
 
 @dataclass(frozen=True)
@@ -153,14 +151,14 @@ class AsynchronousLoop(FixedLoop):
             self.post_fragment(0)
             self.merge_pending()
         quiet = timeout + self._time_of_two_rounds()
-        anchor = self._anchor.end("done", RoundKey(state.sequence, _END), self._last_word(), quiet)
+        anchor = self._anchor.end("done", RoundKey(state.sequence, CONFIRMATION), self._last_word(), quiet)
         with state.lock:
             self._fragment.anchor.copy_(anchor)
         state.start_from_anchor()
         state.set_rounds(0, self._anchor.arrivals)
         self.replica.lanes[0].take_digests()
         before_confirming()
-        self._anchor.end("confirm", RoundKey(state.sequence, _END), self._last_word(), timeout)
+        self._anchor.end("confirm", RoundKey(state.sequence, CONFIRMATION), self._last_word(), timeout)
         self.confirmed = self.engine.members()
         self._stops = False
         self._begin()

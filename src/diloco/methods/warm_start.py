@@ -19,14 +19,12 @@ import logging
 from torch import Tensor
 
 from diloco.codecs.registry import codec
-from diloco.engines.rounds import Contribution, RoundKey, RoundResult
+from diloco.engines.rounds import GRADIENTS, Contribution, RoundKey, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
 from diloco.outer.gradient_mean import GradientMean
 from diloco.outer.loop import OuterLoop
 
 logger = logging.getLogger(__name__)
-
-_GRADIENTS = -2  # the "fragment" of rounds that average gradients; they are numbered up to -1, the last warm step
 
 
 class WarmStart:
@@ -84,7 +82,7 @@ class WarmStart:
         self._measure_speed()
         layout = loop.replica.lanes[0].layout_digest
         contribution = self._gradients.contribution(weight, layout, loop.report_now())
-        result = self._round(RoundKey(step - self.steps, _GRADIENTS), contribution)
+        result = self._round(RoundKey(step - self.steps, GRADIENTS), contribution)
         self.stopping = self.stopping or result.stopping
         for method in loop.methods:
             method.heard(result.members)

@@ -29,7 +29,7 @@ from diloco.codecs.encoded import EncodedVector
 from diloco.core.fragments import Fragment
 from diloco.engines.base import PendingRound
 from diloco.engines.behind_training import stay_behind_training
-from diloco.engines.rounds import Contribution, GlobalState, Report, RoundKey, RoundResult
+from diloco.engines.rounds import CONFIRMATION, Contribution, GlobalState, Report, RoundKey, RoundResult
 from diloco.outer.replica import OneRankReplica
 from diloco.outer.rounds import PendingWorkerRound
 from diloco.outer.sending import FragmentSending
@@ -192,7 +192,7 @@ class BackgroundReplica(OneRankReplica):
     def _await(self, key: RoundKey, pending: PendingRound, round_: "_BackgroundRound") -> None:
         try:
             mean = pending.arrived_mean()
-            if mean is not None and key.fragment >= 0 and mean.num_bytes:
+            if mean is not None and key.fragment != CONFIRMATION and mean.num_bytes:
                 self._prepare(key.fragment, mean, self._turn(key))
         except BaseException as error:  # noqa: BLE001  the trainer hears of it when it waits
             round_.future.set_exception(error)

@@ -34,7 +34,7 @@ from diloco.core.outer_optimizers import OuterOptimizer
 from diloco.core.rates import LearningRateCurve
 from diloco.core.schedule import RoundLengths
 from diloco.engines.base import Connection
-from diloco.engines.rounds import Contribution, Member, Report, RoundKey, RoundResult
+from diloco.engines.rounds import CONFIRMATION, Contribution, Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
 from diloco.outer.background import BackgroundReplica
 from diloco.outer.method import Method, TrainingWorker
@@ -48,7 +48,6 @@ from diloco.outer.tensors import ModelTensors, Numbers, TensorPieces
 logger = logging.getLogger(__name__)
 
 _LEAST_WORK = 1e-18  # the rate of the last steps may be next to 0
-_CONFIRMATION = -1  # the "fragment" of the last round, in which only headers travel
 
 
 class OuterLoop(ABC):
@@ -65,7 +64,8 @@ class OuterLoop(ABC):
     on_cut: Callable[[], None] | None = None
     """Called before merging a round in which a worker stops: the last moment to save."""
     note: Callable[[], bytes] = bytes
-    """Writes what elastic workers are told besides with every post, and joiners with the state, in another thread."""
+    """Writes what elastic workers are told besides with every post, and joiners with the state, in another thread; by
+    default nothing."""
     rates: LearningRateCurve | None = None
     """The learning rates of the inner steps, if they are known: steps at a low rate are less work."""
     ends_at: int | None = None
@@ -291,7 +291,7 @@ class OuterLoop(ABC):
     ) -> RoundInFlight:
         """Post a round. `steps`: the inner steps behind the contribution."""
         H = self.schedule.turn_steps(self.schedule.turn_of(self.state.sequence))
-        group = None if index == _CONFIRMATION else self.replica.groups[index]
+        group = None if index == CONFIRMATION else self.replica.groups[index]
         report = self.report_now()
         contributions = [
             Contribution(
@@ -313,7 +313,8 @@ class OuterLoop(ABC):
         ]
         key = RoundKey(self.state.sequence, index)
         pending = self.replica.start_round(key, contributions, self.sync.timeout_seconds)
-        posted = RoundInFlight(key, self.inner_steps, steps + self.state.merged_at[index], pending)
+        before = 0 if group is None else self.state.merged_at[index]
+        posted = RoundInFlight(key, self.inner_steps, before + steps, pending)
         self.in_flight.append(posted)
         self.state.sequence += 1
         return posted
@@ -421,7 +422,7 @@ class OuterLoop(ABC):
         """Take part in a last round without payload, in which every worker learns every other's final digest and
         report."""
         empty = EncodedVector(codec(self.sync.codec), PartLayout(0))
-        self._start(_CONFIRMATION, [empty] * len(self.replica.lanes), 0, 0.0, self.state.anchor_digest())
+        self._start(CONFIRMATION, [empty] * len(self.replica.lanes), 0, 0.0, self.state.anchor_digest())
         result = self.in_flight.pop().pending.wait()
         self.counters.bytes_sent += result.bytes_sent
         self.confirmed = result.members
