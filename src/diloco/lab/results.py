@@ -53,11 +53,12 @@ class SearchRecord:
     """What a search measured, on a seed that judges nothing."""
 
     chosen: dict[str, float]
+    """The best, and what the scale has; a search that was cut short may know a better place than the scale's."""
     tried: list[dict[str, float]]
     """The best first, each with its `loss`."""
     at_the_end_of_its_ladder: list[str]
     unmeasured_neighbours: int = 0
-    """Neighbours of the chosen place that were not measured: the walk was cut short."""
+    """Neighbours of the best place that were not measured: the walk was cut short."""
 
 
 @final

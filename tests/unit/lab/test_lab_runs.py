@@ -24,6 +24,7 @@ from diloco.lab.code import code_of_file
 from diloco.lab.commands import TEMPLATE
 from diloco.lab.experiment import load
 from diloco.lab.experiments import EXPERIMENTS
+from diloco.lab.report.summary import summarise
 from diloco.lab.report.writing import write_report
 from diloco.lab.results import ResultFolder
 from diloco.lab.run_options import RunOptions
@@ -281,6 +282,19 @@ def test_the_report_gives_means_published_values_and_verdicts(simulated: list[tu
     assert "| DiLoCo | 20.11 ± 0.02 |" in markdown and "16.23" in markdown
     assert "figures/t2.svg" in markdown and Path("out/figures/t2.svg").is_file()
     assert page.count("<svg") == 2 and "<script" not in page and "src=" not in page
+
+
+def test_perplexities_in_a_table_are_of_seeds_that_all_its_arms_have(simulated: list[tuple[str, int]]) -> None:
+    _run(T2, seeds=3)
+    for path in Path("out/results").glob("*.json"):
+        arm, seed = json.loads(path.read_text())["result"]["arm"], int(path.name.split("-")[2])
+        if arm["mode"] == "data_parallel" and arm["workers"] > 1 and seed == 0:
+            path.unlink()
+    folder = ResultFolder(Path("out"))
+    summary = summarise(T2, scales.SCALES["smoke"], folder, folder.setting().texts["text"])
+    assert {tuple(arm.by_seed) for arm in summary.at_common_seeds().arms} == {(1, 2)}
+    text = write_report(Path("out"), [T2]).markdown.read_text()
+    assert "| 1–2 |" in text and "| 0–2 |" in text  # changes are of all seeds that two arms share
 
 
 def test_the_report_makes_no_claim_of_two_seeds(simulated: list[tuple[str, int]]) -> None:

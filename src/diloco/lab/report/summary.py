@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 from diloco.lab.arm import ArmResult
@@ -38,6 +38,10 @@ class ArmSummary:
         """Standard deviation over the seeds."""
         values = [result.perplexity for result in self.results]
         return statistics.stdev(values) if len(values) > 1 else None
+
+    def at(self, seeds: Collection[int]) -> "ArmSummary":
+        """Return the arm with some of its seeds."""
+        return ArmSummary(self.name, {seed: self.by_seed[seed] for seed in seeds})
 
     def change_against(self, reference: "ArmSummary") -> tuple[float, float]:
         """Return the mean of the relative change of perplexity, seed by seed, and half of its 95 % interval.
@@ -81,6 +85,14 @@ class Summary:
 
     def arm(self, name: str) -> ArmSummary | None:
         return next((arm for arm in self.arms if arm.name == name), None)
+
+    def at_common_seeds(self) -> "Summary":
+        """Return the arms with the seeds that all of them have; this summary itself if there are none.
+
+        Perplexities of different seeds cannot be compared: one whose beginning is worse is worse in every arm.
+        """
+        seeds = set.intersection(*(set(arm.by_seed) for arm in self.arms)) if self.arms else set()
+        return replace(self, arms=tuple(arm.at(seeds) for arm in self.arms)) if seeds else self
 
 
 @final
@@ -154,13 +166,18 @@ def _figures(result: ArmResult) -> dict[str, float]:
 
 
 def regime_check(summary: Summary | None) -> str:
-    """Say how far apart one worker and eight times the batch are; `summary` is that of t2's arms."""
+    """Say how far apart one worker and eight times the batch are, in the seeds that both have.
+
+    `summary` is that of t2's arms.
+    """
     one_worker = summary.arm(t2.ONE) if summary is not None else None
     batch = summary.arm(t2.BATCH) if summary is not None else None
-    if one_worker is None or batch is None:
+    seeds = one_worker.by_seed.keys() & batch.by_seed.keys() if one_worker is not None and batch is not None else set()
+    if one_worker is None or batch is None or not seeds:
         return (
             "The baselines with one and with eight times the batch (t2) have not been run: the regime is not checked."
         )
+    one_worker, batch = one_worker.at(seeds), batch.at(seeds)
     gap = one_worker.perplexity / batch.perplexity - 1
     verdict = "within" if gap <= FURTHEST_APART else "NOT within"
     return (

@@ -16,7 +16,7 @@ from diloco.atomic_files import write_file
 from diloco.errors import ConfigError, install_hint
 from diloco.lab.claims import FEWEST_SEEDS, Judgement, correct, distinct, half_width
 from diloco.lab.experiment import Curves, Experiment, Figure, Similarity, Sweep
-from diloco.lab.experiments import regime, t2
+from diloco.lab.experiments import t2
 from diloco.lab.report.pages import Block, Drawing, Grid, Heading, Paragraph, as_html, as_markdown
 from diloco.lab.report.summary import ArmSummary, Summary, Window, regime_check, summarise, windows_of
 from diloco.lab.results import TUNING_SEED, ResultFolder, Setting
@@ -126,8 +126,9 @@ def _head(setting: Setting, scale: Scale, summaries: list[Summary], regime_text:
             "batches (lab/claims.py), and stands only after Benjamini and Hochberg's correction over all claims. Sign "
             "and size compare the interval with the published number. ± in this table is half of that interval; in the "
             "tables of arms it is the standard deviation over the seeds, and of a change or a share again half of the "
-            'interval, seed by seed. "Gain kept" is 0 at the loss of one worker alone and 100 % at that of DiLoCo as '
-            'tuned (t2); "window kept" has data parallelism with the same steps at 100 %.'
+            "interval, seed by seed. A perplexity is the mean over the seeds that all arms of its table have, or over "
+            'the arm\'s own if they share none. "Gain kept" is 0 at the loss of one worker alone and 100 % at that of '
+            'DiLoCo as tuned (t2); "window kept" has data parallelism with the same steps at 100 %.'
         ),
         _verdicts(summaries),
         *_without_runs(summaries),
@@ -159,27 +160,33 @@ def _without_runs(summaries: Sequence[Summary]) -> list[Block]:
 def _tuning(results: ResultFolder) -> list[Block]:
     """Show what every search tried, the best first, and whether its walk was finished."""
     rows = []
-    searches = results.searches()
-    baselines = [search.tried[0]["loss"] for name, search in searches.items() if name.endswith(regime.BATCH)]
-    for name, search in searches.items():
+    for name, search in results.searches().items():
         places_text = "; ".join(_describe_place(place) for place in search.tried)
         unmeasured = search.unmeasured_neighbours
         remarks = [f"{unmeasured} neighbours of the best not measured"] if unmeasured else []
+        if any(search.tried[0][name] != value for name, value in search.chosen.items()):
+            remarks.append(f"the runs have {_describe_values(search.chosen)}")
         remarks += [f"{edge} ends its ladder" for edge in search.at_the_end_of_its_ladder]
-        change = f"{math.expm1(search.tried[0]['loss'] - min(baselines)):+.1%}" if baselines else ""
-        rows.append((name, places_text, "; ".join(remarks) or "no better neighbour", change))
+        rows.append((name, places_text, "; ".join(remarks) or "no better neighbour"))
     if not rows:
         return []
     return [
         Heading(2, "Tuning"),
-        Paragraph(f"Validation loss on seed {TUNING_SEED}, which judges nothing; the best is first, and was chosen."),
-        Grid(("search", "tried: loss", "how it ended", "perplexity of the best against data parallelism"), rows),
+        Paragraph(
+            f"Validation loss on seed {TUNING_SEED}, which judges nothing; the best is first. Two searches may go on "
+            "from different beginnings of that seed: only losses of one search can be compared."
+        ),
+        Grid(("search", "tried: loss", "how it ended"), rows),
     ]
 
 
 def _describe_place(place: Mapping[str, float]) -> str:
-    values = [f"{name} {value:g}" for name, value in place.items() if name != "loss"]
-    return f"{', '.join(values)}: {place['loss']:.4f}"
+    values = {name: value for name, value in place.items() if name != "loss"}
+    return f"{_describe_values(values)}: {place['loss']:.4f}"
+
+
+def _describe_values(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
 _JUDGEMENT_HEADS = ("claim", "published", "measured", "sign", "size", "asked", "seeds", "verdict")
@@ -206,10 +213,11 @@ def _section(summary: Summary, scale: Scale, windows: Mapping[str, Window]) -> l
     ]
     if summary.missing:
         blocks.append(Paragraph(f"Not run: {', '.join(summary.missing)}."))
-    blocks.append(_table(summary, windows if experiment.text == t2.EXPERIMENT.text else {}))
+    shown = summary.at_common_seeds()
+    blocks.append(_table(summary, shown, windows if experiment.text == t2.EXPERIMENT.text else {}))
     if experiment.analysis is not None:
-        blocks += experiment.analysis(scale, {arm.name: arm.results for arm in summary.arms})
-    panels = [panel for figure in experiment.figures(scale) if (panel := panel_of(figure, summary)) is not None]
+        blocks += experiment.analysis(scale, {arm.name: arm.results for arm in shown.arms})
+    panels = [panel for figure in experiment.figures(scale) if (panel := panel_of(figure, shown)) is not None]
     if panels:
         blocks.append(Drawing(experiment.title, f"figures/{experiment.name}.svg", as_svg(draw(panels))))
     if judged := [judgement for judgement in summary.judgements if judgement.values]:
@@ -217,16 +225,18 @@ def _section(summary: Summary, scale: Scale, windows: Mapping[str, Window]) -> l
     return blocks
 
 
-def _table(summary: Summary, windows: Mapping[str, Window]) -> Grid:
+def _table(summary: Summary, shown: Summary, windows: Mapping[str, Window]) -> Grid:
+    """Make the table of an experiment's arms. `shown` has the seeds whose perplexities are compared."""
     published = summary.experiment.published
     reference = summary.arms[0]
     rows = []
-    for arm in sorted(summary.arms, key=lambda arm: arm.perplexity):
+    pairs = zip(summary.arms, shown.arms, strict=True)
+    for arm, compared in sorted(pairs, key=lambda pair: pair[1].perplexity):
         result = arm.results[0]
         rows.append(
             (
                 arm.name,
-                _with_spread(arm),
+                _with_spread(compared),
                 "" if arm is reference else _with_interval(*arm.change_against(reference)),
                 *(_share(window.shares_kept(arm)) for window in windows.values()),
                 f"{published[arm.name]:.2f}" if arm.name in published else "",
@@ -234,7 +244,7 @@ def _table(summary: Summary, windows: Mapping[str, Window]) -> Grid:
                 f"{result.bytes_sent_per_worker / 1e6:,.1f}" if result.arm.workers > 1 else "0",
                 f"{result.simulated_seconds:,.0f}",
                 f"{result.utilisation:.0%}",
-                str(len(arm.by_seed)),
+                _seeds_text(arm),
             )
         )
     link = reference.results[0].arm
@@ -250,6 +260,13 @@ def _table(summary: Summary, windows: Mapping[str, Window]) -> Grid:
         clock,
     )
     return Grid((*heads, "utilisation", "seeds"), rows)
+
+
+def _seeds_text(arm: ArmSummary) -> str:
+    """Write the seeds of an arm, as a range if there is no gap: 0–2."""
+    seeds = sorted(arm.by_seed)
+    whole = len(seeds) > 1 and seeds == [*range(seeds[0], seeds[-1] + 1)]
+    return f"{seeds[0]}–{seeds[-1]}" if whole else ", ".join(map(str, seeds))
 
 
 def _with_interval(mean: float, half: float) -> str:
