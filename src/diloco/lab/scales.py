@@ -267,7 +267,7 @@ SCALES |= {
     "1m": replace(
         _sized("1m", 128, 2, 352),
         pretraining_lr=4e-3,
-        data_parallel_lr=4e-3,
+        data_parallel_lr=16e-3,
         one_worker_lr=1e-3,
         outer_lr=1.0,
         tuned=True,

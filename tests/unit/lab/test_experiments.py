@@ -86,12 +86,15 @@ def test_the_published_results_are_those_of_arms_as_they_are_now(name: str) -> N
         for experiment in EXPERIMENTS.values()
         if experiment.text == "text"
         for arm_name, arm in experiment.arms(SCALES[name]).items()
-        for seed in range(3)
+        for seed in range(6)
     }
     stored = {path.stem.rpartition("-")[0] for path in (LAB / name / "results").glob("*.json")}
     judging = {key for key in stored if int(key.rpartition("-")[2]) < TUNING_SEED}
     assert judging and not judging - set(known)
-    assert len({key.rpartition("-")[0] for key in judging}) * 3 == len(judging), "all three seeds of each arm"
+    seeds_of = {key.rpartition("-")[0]: {other for other in judging if other.startswith(key[:-1])} for key in judging}
+    wanted = [{0, 1, 2}, {3, 4, 5}, {0, 1, 2, 3, 4, 5}]  # one call of the machine each: its arms share their beginnings
+    for arm_key, keys in seeds_of.items():
+        assert {int(key.rpartition("-")[2]) for key in keys} in wanted, arm_key
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -101,7 +104,8 @@ def test_a_scale_has_the_numbers_that_were_found_for_it(name: str) -> None:
         for search in experiment.tuning(scale) if experiment.tuning is not None else []:
             if (record := records.get(f"{experiment.name}: {search.name}")) is not None:
                 assert search.values(search.first()) == record.chosen, search.name
-                assert record.chosen | {"loss": record.tried[0]["loss"]} == record.tried[0]
+                if not record.unmeasured_neighbours:
+                    assert record.chosen | {"loss": record.tried[0]["loss"]} == record.tried[0]
     assert {"regime: 8× batch, data-parallel", "t2: 1× baseline", "t2: DiLoCo"} <= set(records)
 
 

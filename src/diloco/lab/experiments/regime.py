@@ -96,7 +96,7 @@ def tuning(scale: Scale) -> list[Search]:
         Search(
             BATCH,
             {"lr": INNER_LRS},
-            {"lr": scale.data_parallel_lr},
+            {"lr": scale.pretraining_lr},
             lambda v: scale.changed(_data_parallel_rates(v["lr"])).data_parallel(),
             lambda v: _data_parallel_rates(v["lr"]),
         )
