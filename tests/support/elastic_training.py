@@ -18,6 +18,7 @@ from diloco.swarm.protocol.status import RunStatus
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.loop import Training
+from diloco.training.swarm.training import SwarmTraining
 from support.elastic import ElasticEngine, ElasticSwarm
 from support.event_log import Event, read_events
 from support.saved_runs import small_config
@@ -73,7 +74,7 @@ class Swarm:
         folder = self.folder / f"machine-{number}"
         folder.mkdir(exist_ok=True)
         log = EventLog(folder, number)
-        training = Training(self.config, self.corpus, engine, log, torch.device("cpu"), folder, leader=True)
+        training = SwarmTraining(self.config, self.corpus, engine, log, torch.device("cpu"), folder, leader=True)
         training.joined = number > 0
         if resume:
             training.resume(newest_start(folder))

@@ -1,7 +1,8 @@
 """One worker's training: batches in, inner steps, rounds, evaluations, events out.
 
 The same for workers started by `diloco train`, `diloco join` and torchrun. The mode says what is averaged (modes.py),
-`peers` what the other workers require (peers.py, swarm/peers.py). The loop prints nothing: it writes events.jsonl.
+`peers` what the other workers require (peers.py; swarm/training.py for a swarm). The loop prints nothing: it writes
+events.jsonl.
 Inputs are a pure function of (seed, shards, how far they were read).
 """
 
@@ -35,8 +36,6 @@ from diloco.history.events import (
 from diloco.history.log import EventLog
 from diloco.models.base import LanguageModel
 from diloco.models.registry import build_model
-from diloco.outer.elastic import ElasticLoop
-from diloco.outer.loop import OuterLoop
 from diloco.outer.rounds import RoundEvent
 from diloco.training.batches import ShardReader, WorkerTexts
 from diloco.training.checkpoints.resume import Start
@@ -69,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 class Training:
-    """A worker from its first parameters to its last event."""
+    """A worker from its first parameters to its last event, in a fixed set of workers."""
 
     def __init__(
         self,
@@ -159,14 +158,10 @@ class Training:
         return ReplicatedModel(model, ranks, device)
 
     def _starting_shards(self, texts: WorkerTexts) -> list[int]:
-        engine = self.engine
-        corpus = texts.shared
-        if not engine.elastic:
-            check_disjoint(corpus, engine.workers)
-            return worker_shards(corpus.shards, engine.worker, engine.workers)
-        from diloco.training.swarm.peers import starting_shards
-
-        return starting_shards(texts, engine, self.config)
+        """Return the shards that this worker reads from its first step on."""
+        assert not self.engine.elastic, "SwarmTraining is for workers that come and go"
+        check_disjoint(texts.shared, self.engine.workers)
+        return worker_shards(texts.shared.shards, self.engine.worker, self.engine.workers)
 
     def _mode(self, identity: str, *, restoring: bool) -> Mode:
         weight = self._weight()
@@ -213,30 +208,11 @@ class Training:
             return self.placed.loss(tokens, targets)
 
     def _validation(self) -> Validation:
-        if not self.engine.elastic:
-            return Validation(self.config, self.evaluator, self.engine, self.events, leader=self.leader)
-        from diloco.training.swarm.validation import SwarmValidation
-
-        outer = self.mode.averager
-        assert isinstance(outer, OuterLoop), "RunConfig refuses a swarm in another mode"
-        return SwarmValidation(
-            self.config,
-            self.evaluator,
-            outer,
-            self.events,
-            leader=self.leader,
-            stopped=lambda: self.stop_requested,
-        )
+        return Validation(self.config, self.evaluator, self.engine, self.events, leader=self.leader)
 
     def _peers(self, texts: WorkerTexts) -> Peers:
-        if not self.engine.elastic:
-            return FixedPeers(self.config, self.engine)
-        from diloco.training.swarm.peers import SwarmPeers
-        from diloco.training.swarm.validation import SwarmValidation
-
-        outer = self.mode.averager
-        assert isinstance(outer, ElasticLoop) and isinstance(self.validation, SwarmValidation)
-        return SwarmPeers(self.config, texts, self.engine, self.reader, self.validation, outer, self.events)
+        del texts
+        return FixedPeers(self.config, self.engine)
 
     def _weight(self) -> float:
         """Return the weight of this worker's contributions: its tokens a step, or (paper) the size of its shards if not

@@ -23,12 +23,12 @@ from diloco.swarm.settings import Settings
 from diloco.training.batches import WorkerTexts
 from diloco.training.checkpoints.resume import newest_start
 from diloco.training.config.run import RunConfig
-from diloco.training.loop import Training
 from diloco.training.processes.cores import SharedCores, registry
 from diloco.training.processes.local_process import SwarmSlot
 from diloco.training.processes.worker import device_of, on_stop_signals, run_training
 from diloco.training.records.run_description import RUN_JSON
 from diloco.training.sizes.estimate import emit_sizes, sharing
+from diloco.training.swarm.training import SwarmTraining
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def _train_as_member(
         emit_sizes(config, texts.shared.vocab_size, engine, device, slot.slots, log.emit, slot.run_folder)
     if not founded and config.sync.warm_start:
         wait_for_warm_start(engine.status, config.sync.warm_start, log.emit)
-    training = Training(
+    training = SwarmTraining(
         config, texts, engine, log, device, slot.run_folder, leader=slot.index == 0, sharing=sharing(slot.slots)
     )
     training.joined = not founded
