@@ -180,7 +180,7 @@ class SwarmEngine(Engine):
         )
 
     def _next_round(self) -> int | None:
-        """The first round that is not in this worker's state; None if it has no usable state."""
+        """Return the first round that is not in this worker's state; None if it has no usable state."""
         if self._provider is None or not self._has_state:
             return None
         try:
@@ -210,7 +210,7 @@ class SwarmEngine(Engine):
             )
 
     def status(self) -> RunStatus:
-        """The node's latest status: the run and its members."""
+        """Return the node's latest status: the run and its members."""
         return self._status
 
     @property

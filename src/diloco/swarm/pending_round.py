@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def as_tensor(memory: SharedMemory) -> torch.Tensor:
-    """All of it as uint8, without a copy."""
+    """Return all of it as uint8, without a copy."""
     if not memory.num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(memory, dtype=torch.uint8, count=memory.num_bytes)

@@ -18,7 +18,7 @@ REVOCATIONS_FILE = "revocations.txt"
 
 
 def invitation_file(name: str = "worker-0") -> str:
-    """The file of the invitation with which the worker of this name joined."""
+    """Return the file of the invitation with which the worker of this name joined."""
     return f"{name}.invitation"
 
 

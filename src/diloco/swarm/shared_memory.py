@@ -38,7 +38,7 @@ class SharedMemory(mmap.mmap):
 
     @classmethod
     def on_disk(cls, folder: Path, size: int) -> "SharedMemory":
-        """In a file without a name, for what need not be in memory. Raises OSError if the disk has no room for it."""
+        """Map a file without a name, for what need not be in memory. Raises OSError if the disk has no room."""
         with tempfile.TemporaryFile(dir=folder, prefix="state-") as file:
             os.posix_fallocate(file.fileno(), 0, max(size, 1))
             fd = os.dup(file.fileno())
@@ -67,7 +67,7 @@ class KeptMappings:
         self._kept: OrderedDict[tuple[int, int], SharedMemory] = OrderedDict()
 
     def same(self, memory: SharedMemory) -> SharedMemory:
-        """The mapping of this memory that is kept; from now on `memory` itself if there is none."""
+        """Return the mapping of this memory that is kept; from now on `memory` itself if there is none."""
         key = (os.fstat(memory.fd).st_ino, memory.num_bytes)
         found = self._kept.setdefault(key, memory)
         self._kept.move_to_end(key)

@@ -101,7 +101,7 @@ class Trainer(Protocol):
         """The others are in this round and wait no longer: post it after this step, with the work done so far."""
 
     async def snapshot(self) -> Snapshot | None:
-        """The global state now; None if the trainer has none yet, or does not answer in time."""
+        """Return the global state now; None if the trainer has none yet, or does not answer in time."""
 
     def emit(self, type_: str, fields: Mapping[str, Any]) -> None:
         """Write an event to events.jsonl: a join, a leave, a refusal, a ban."""

@@ -73,7 +73,7 @@ _LEVEL_OF_TWO_AND_LONG = 0.1
 
 
 def sampled_parts(plan: Plan, reducer: str, num_parts: int) -> list[int]:
-    """The parts of a reducer's range in which it compares directions; none where they are not compared."""
+    """Return the parts of a reducer's range in which it compares directions; none where they are not compared."""
     if not compares_directions(plan):
         return []
     parts = plan.ranges(num_parts)[reducer]
@@ -83,19 +83,19 @@ def sampled_parts(plan: Plan, reducer: str, num_parts: int) -> list[int]:
 
 @torch.no_grad()
 def compare(values: Sequence[Tensor]) -> bytes:
-    """The cosines of all pairs of contributions, as a reducer sends them. `values`: its sampled parts of each
+    """Compute the cosines of all pairs of contributions, as a reducer sends them. `values`: its sampled parts of each
     contribution, as one tensor."""
     cosines = pair_cosines(values)
     return struct.pack(f"<{len(cosines)}h", *(round(_UNIT * cosine) for cosine in cosines))
 
 
 def unpack(reported: bytes) -> list[float]:
-    """The cosines in what `compare` gave."""
+    """Read the cosines in what `compare` gave."""
     return [value / _UNIT for (value,) in struct.iter_unpack("<h", reported)]
 
 
 def pair_cosines(values: Sequence[Tensor]) -> list[float]:
-    """The cosine of every pair, in the order of `combinations`; 0 where one of the two is 0."""
+    """Compute the cosine of every pair, in the order of `combinations`; 0 where one of the two is 0."""
     rows = torch.stack([value.reshape(-1) for value in values]).double()
     lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     rows = torch.where(lengths > 0, rows / lengths.clamp_min(1e-300), 0.0)
@@ -107,7 +107,7 @@ def pair_cosines(values: Sequence[Tensor]) -> list[float]:
 
 
 def find_opposed(plan: Plan, num_parts: int, ranges: Sequence[SignedRange]) -> dict[str, float]:
-    """Contributor that points against the others -> its median cosine with most of them."""
+    """Return a map: contributor that points against the others -> its median cosine with most of them."""
     if not compares_directions(plan):
         return {}
     names = [entry.peer for entry in plan.contributors]
@@ -155,7 +155,7 @@ def opposed(norms: Sequence[float], reported: Mapping[int, Sequence[float]]) -> 
 
 
 def _by_pair(count: int, reported: Mapping[int, Sequence[float]]) -> dict[tuple[int, int], list[float]]:
-    """What is reported of each pair: by all, or by others than the two where only few report and others do."""
+    """Return what is reported of each pair: by all, or by others than the two where only few report and others do."""
     most_report = 2 * len(reported) > count
     values_of = {}
     for place, pair in enumerate(combinations(range(count), 2)):
@@ -165,7 +165,7 @@ def _by_pair(count: int, reported: Mapping[int, Sequence[float]]) -> dict[tuple[
 
 
 def _majority(count: int, cosines: Mapping[tuple[int, int], float]) -> set[int]:
-    """The ⌊n/2⌋ + 1 contributions with the highest median cosine; of equal ones those that come first."""
+    """Find the ⌊n/2⌋ + 1 contributions with the highest median cosine; of equal ones those that come first."""
     middles = [median(cosines[i, j] for j in range(count) if j != i) for i in range(count)]
     return set(sorted(range(count), key=lambda i: (-middles[i], i))[: count // 2 + 1])
 
@@ -176,7 +176,8 @@ def _majority(count: int, cosines: Mapping[tuple[int, int], float]) -> set[int]:
 def told_of(
     plan: Plan, ranges: Sequence[SignedRange], peer: str, posted: PostedRound
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each reducer but `peer`, with the cosines that it reports of the contribution of `peer` with each other one."""
+    """Go through the reducers but `peer`, with the cosines that each reports of the contribution of `peer` with each
+    other one."""
     names = [entry.peer for entry in plan.contributors]
     for reducer, signed in zip(reducers(plan, posted.num_parts), ranges, strict=True):
         if reducer != peer and len(signed.directions) == directions_bytes(plan) > 0:
@@ -186,7 +187,7 @@ def told_of(
 
 @torch.no_grad()
 def cosine_of(posted: PostedRound, first: Sequence[bytes], second: Sequence[bytes]) -> float:
-    """The cosine of the same encoded parts of two contributions."""
+    """Compute the cosine of the same encoded parts of two contributions."""
     decoded = []
     for parts in (first, second):
         values = torch.empty(len(parts), posted.part_elements)

@@ -109,7 +109,7 @@ class Liars:
         return f"it gave workers different means in round {lie.key.sequence}, and has signed both"
 
     def _long_parts(self, lie: LongParts) -> str | None:
-        """Why the proof holds; None if this worker does not know how such a contribution is encoded. Raises
+        """Say why the proof holds; None if this worker does not know how such a contribution is encoded. Raises
         Malformed."""
         header = parse_header(0, lie.contribution.header)
         if not has_signed_contribution(self._notary, lie.peer, header.key, lie.contribution, lie.signature):

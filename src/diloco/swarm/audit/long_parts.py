@@ -32,7 +32,7 @@ class Encoding(NamedTuple):
 
 @torch.no_grad()
 def norm_of(name: str, parts: Sequence[bytes | memoryview], part_elements: int) -> float:
-    """The norm of some encoded parts; infinite if one is not finite."""
+    """Compute the norm of some encoded parts; infinite if one is not finite."""
     values = torch.empty(1, part_elements)
     squares = 0.0
     for part in parts:

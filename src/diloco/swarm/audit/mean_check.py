@@ -141,7 +141,8 @@ class MeanCheck:
         numbers[first : first + len(values)] = values[: max(0, len(numbers) - first)]
 
     async def show(self, peer: str, request: AskPart) -> PeerMessage:
-        """One part of this worker's contribution, if it is still kept; CallRefused if `peer` asks for too many."""
+        """Return one part of this worker's contribution, if it is still kept; CallRefused if `peer` asks for too
+        many."""
         if peer != self._me and not self._shown_to.take(peer, clock.now()):
             raise CallRefused("too many parts in a short time: no honest member asks for so many", "busy")
         own = await self.own.find(request.plan)
@@ -234,7 +235,8 @@ class MeanCheck:
             await asyncio.gather(*(self._ask(peer, message) for peer in others))
 
     async def _wait_for_numbers(self, round_: _Counted) -> list[str]:
-        """The live contributors that have not told all their numbers in time; the others, if none of these is live."""
+        """Return the live contributors that have not told all their numbers in time; the others, if none of these is
+        live."""
         plan = round_.agreed.plan
         end = clock.now() + self._seconds
         for entry in plan.contributors:
@@ -249,8 +251,8 @@ class MeanCheck:
             await asyncio.sleep(timing.NUMBERS_POLL_SECONDS)
 
     def _part_of(self, round_: _Counted, peer: str | None) -> int | None:
-        """A random part of the range of `peer`, or with None of any other worker's range; None if there is no such
-        part."""
+        """Choose a random part of the range of `peer`, or with None of any other worker's range; None if there is no
+        such part."""
         ranges = round_.agreed.plan.ranges(round_.posted.num_parts)
         parts = [part for name, rows in ranges.items() if name != self._me and peer in (None, name) for part in rows]
         return self._random.choice(parts) if parts else None
@@ -277,8 +279,8 @@ class MeanCheck:
         task.add_done_callback(self._tasks.discard)
 
     def _far_directions(self, round_: _Counted) -> list[tuple[str, str]]:
-        """Each reducer that told a cosine of this worker's pairs which is far from that of the numbers, with the other
-        worker of the pair where it is farthest."""
+        """Find each reducer that told a cosine of this worker's pairs which is far from that of the numbers, with the
+        other worker of the pair where it is farthest."""
         plan = round_.agreed.plan
         numbers = round_.numbers
         if not compares_directions(plan) or self._me not in numbers:

@@ -36,7 +36,7 @@ class Tree(list[bytes]):
         return digest
 
     def node(self, low: int, high: int) -> bytes:
-        """The digest of the subtree over these leaves."""
+        """Return the digest of the subtree over these leaves."""
         first = 0
         last = len(self)
         place = 0
@@ -51,7 +51,7 @@ class Tree(list[bytes]):
 
 
 def leaves(data: memoryview, part_bytes: int) -> list[bytes]:
-    """The digests of whole parts."""
+    """Compute the digests of whole parts."""
     digests = []
     for first in range(0, len(data), max(1, part_bytes)):
         leaf = hashlib.sha256(b"\0")
@@ -65,12 +65,12 @@ def root(of: Sequence[bytes]) -> bytes:
 
 
 def prove(of: Sequence[bytes], rows: range) -> bytes:
-    """The proof of the parts `rows`: the digests that a receiver of these parts needs to compute the root."""
+    """Make the proof of the parts `rows`: the digests that a receiver of these parts needs to compute the root."""
     return b"".join(_beside(of, rows, 0, len(of)))
 
 
 def root_from(found: Sequence[bytes], rows: range, total: int, proof: bytes) -> bytes:
-    """The root of a tree of `total` leaves, of which those of `rows` are known. Raises Malformed."""
+    """Compute the root of a tree of `total` leaves, of which those of `rows` are known. Raises Malformed."""
     beside = iter(proof[first : first + DIGEST_BYTES] for first in range(0, len(proof), DIGEST_BYTES))
     if len(found) != len(rows) or not 0 <= rows.start < rows.stop <= total or len(proof) % DIGEST_BYTES:
         raise Malformed("the proof of a contribution's parts does not fit them")
@@ -84,7 +84,7 @@ def root_from(found: Sequence[bytes], rows: range, total: int, proof: bytes) -> 
 
 
 def narrow(found: Sequence[bytes], rows: range, part: int, total: int, proof: bytes) -> bytes:
-    """The proof of one part, made from `proof`, which is that of the parts `rows`."""
+    """Make the proof of one part from `proof`, which is that of the parts `rows`."""
     beside = iter(proof[first : first + DIGEST_BYTES] for first in range(0, len(proof), DIGEST_BYTES))
     outside: dict[tuple[int, int], bytes] = {}
 

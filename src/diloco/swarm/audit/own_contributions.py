@@ -25,14 +25,14 @@ _THREADS = 2
 
 
 def num_kept(num_bytes: int) -> int:
-    """The number of rounds for which a contribution of this size is kept: 256 MiB of equal ones, and two in any
+    """Return the number of rounds for which a contribution of this size is kept: 256 MiB of equal ones, and two in any
     case."""
     return max(2, min(_MOST_KEPT, _MOST_BYTES // max(1, num_bytes)))
 
 
 async def hash_parts(posted: PostedRound) -> merkle.Tree:
-    """The tree over all parts. A round begins with it, so that more than one thread hashes them; it is kept, so that no
-    question for a part costs the event loop more than a look."""
+    """Make the tree over all parts. A round begins with it, so that more than one thread hashes them; it is kept, so
+    that no question for a part costs the event loop more than a look."""
     loop = asyncio.get_running_loop()
     contribution = posted.contribution
     parts = posted.num_parts

@@ -55,21 +55,23 @@ def signs(mean_digest: bytes, elements: int, count: int = 1) -> Tensor:
 
 
 def miss_probability(wrong_by: float, threshold: float) -> float:
-    """The probability that a part of a clipped mean which is wrong by `wrong_by` times its norm is not suspected."""
+    """Compute the probability that a part of a clipped mean which is wrong by `wrong_by` times its norm is not
+    suspected."""
     half = 2 * (threshold / wrong_by) ** 2
     return 1 - math.exp(-half) * (1 + half)
 
 
 @torch.no_grad()
 def project(codec: Codec, data: memoryview, num_parts: int, sign: Tensor) -> Numbers:
-    """The numbers of each encoded part, one part after another."""
+    """Compute the numbers of each encoded part, one part after another."""
     [numbers] = _map(codec, data, num_parts, len(sign), lambda values: _project(values, sign))
     return numbers.reshape(-1)
 
 
 @torch.no_grad()
 def project_mean(codec: Codec, mean: memoryview, num_parts: int, sign: Tensor) -> tuple[Numbers, Numbers, Numbers]:
-    """The numbers of each part of a mean, how much the codec may have changed the part, as a norm, and its norm."""
+    """Compute the numbers of each part of a mean, how much the codec may have changed the part, as a norm, and its
+    norm."""
     lost = 0.0 if codec.lossless else _LOST_SHARE
 
     def error(values: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def _project(values: Tensor, sign: Tensor) -> Tensor:
 
 
 def suspects(plan: Plan, wanted: Numbers, numbers: Numbers, error: Numbers) -> list[int]:
-    """The parts of a mean that do not fit what was contributed, the worst of each reducer, the worst first.
+    """Find the parts of a mean that do not fit what was contributed, the worst of each reducer, the worst first.
 
     A sum of errors with random signs is about as large as their norm. One part in 130,000 is five times as far off
     (Hoeffding), were all errors as large as the codec's bound; and the squares of many parts add up to no more than
@@ -109,7 +111,8 @@ def suspects(plan: Plan, wanted: Numbers, numbers: Numbers, error: Numbers) -> l
 
 
 def estimate_norm(numbers: Numbers, count: int) -> float | None:
-    """The norm of a vector with these numbers, `count` for each part, by some tenths; None if they are too few.
+    """Estimate the norm of a vector with these numbers, `count` for each part, by some tenths; None if they are too
+    few.
 
     The square of a number is that of the part's norm, on average. Of sixteen and more their sum is a hundred times less
     than that with a probability below 10^-9.
@@ -120,7 +123,7 @@ def estimate_norm(numbers: Numbers, count: int) -> float | None:
 
 
 def estimate_cosine(one: Numbers, other: Numbers) -> float:
-    """The cosine of two vectors with these numbers, within about one over the root of how many there are."""
+    """Estimate the cosine of two vectors with these numbers, within about one over the root of how many there are."""
     first = one.astype(np.float64)
     second = other.astype(np.float64)
     size = math.sqrt(float(first @ first) * float(second @ second))
@@ -130,7 +133,8 @@ def estimate_cosine(one: Numbers, other: Numbers) -> float:
 def clipped_suspects(
     plan: Plan, told: dict[str, Numbers], numbers: Numbers, error: Numbers, norms: Numbers
 ) -> list[int]:
-    """The parts of a clipped mean that are far from what was contributed, the worst of each reducer, the worst first.
+    """Find the parts of a clipped mean that are far from what was contributed, the worst of each reducer, the worst
+    first.
 
     `told`: the numbers of each contribution. `numbers`, `error`, `norms`: of the mean (`project_mean`).
     """
@@ -159,13 +163,14 @@ def clipped_suspects(
 
 
 def _left_out(count: int) -> Iterator[tuple[int, ...]]:
-    """The sets of contributions that may count as the mean of the others: a third at most, the small sets first."""
+    """Return the sets of contributions that may count as the mean of the others: a third at most, the small sets
+    first."""
     sets = chain.from_iterable(combinations(range(count), size) for size in range((count - 1) // 3 + 1))
     return islice(sets, _MOST_LEFT_OUT)
 
 
 def expected(plan: Plan, numbers: dict[str, Numbers]) -> Numbers:
-    """The numbers of the mean, from those of all contributions."""
+    """Compute the numbers of the mean, from those of all contributions."""
     decision = plan.decision
     scales = decision.scales or (1.0,) * len(plan.contributors)
     terms = zip(plan.contributors, decision.weights, scales, strict=True)
@@ -177,7 +182,7 @@ def expected(plan: Plan, numbers: dict[str, Numbers]) -> Numbers:
 def _map(
     codec: Codec, data: memoryview, num_parts: int, part_elements: int, *functions: Callable[[Tensor], Tensor]
 ) -> list[Numbers]:
-    """The values of each function over all parts: for each function [parts, …]."""
+    """Compute the values of each function over all parts: for each function [parts, …]."""
     width = len(data) // max(1, num_parts)
     rows = max(1, _ROWS_ELEMENTS // part_elements)
     pieces: list[list[Numbers]] = [[] for _ in functions]

@@ -79,15 +79,15 @@ class AuditedTransfer(TransferAudit):
         return self._norms.add(squares)
 
     def prove_long(self, lie: Lie, parts: memoryview, rest: memoryview) -> Lie:
-        """It has a proof if the sender is bound to the parts that have come."""
+        """Add a proof to the lie, if the sender is bound to the parts that have come."""
         self._committed.add(lie.peer, rest)
         if not self._committed.is_bound(lie.peer):
             return lie
         return Lie(lie.peer, str(lie), signed=True, proof=self._prove(lie.peer, parts))
 
     def _prove(self, peer: str, parts: memoryview) -> LongParts | None:
-        """The longest parts of a contribution, as many as are longer than its header claims; None if that is too many
-        for a message."""
+        """Show the longest parts of a contribution, as many as are longer than its header claims; None if that is too
+        many for a message."""
         entry = self.plan.entry(peer)
         width = self._width
         assert entry is not None
@@ -114,7 +114,7 @@ class AuditedTransfer(TransferAudit):
 
     @torch.no_grad()
     def compare_directions(self, parts: Mapping[str, memoryview]) -> bytes:
-        """The cosines of the contributions in this reducer's sampled parts, as bytes."""
+        """Compute the cosines of the contributions in this reducer's sampled parts, as bytes."""
         sampled = directions.sampled_parts(self.plan, self.me, self._posted.num_parts)
         if not sampled:
             return b""
@@ -134,7 +134,7 @@ class AuditedTransfer(TransferAudit):
 
     @torch.no_grad()
     def _squared_norm(self, mean: memoryview) -> float:
-        """The squared norm of some parts of a mean."""
+        """Compute the squared norm of some parts of a mean."""
         squares = 0.0
         means = self._codec.for_means
         elements = self._posted.part_elements
@@ -170,7 +170,7 @@ class CommittedParts:
             self._leaves[peer] += merkle.leaves(parts, self._part_bytes)
 
     def stranger(self) -> str | None:
-        """A worker whose parts are not those that it is bound to; None if there is none."""
+        """Find a worker whose parts are not those that it is bound to; None if there is none."""
         return next((peer for peer in self._roots if not self.is_bound(peer)), None)
 
     def is_bound(self, peer: str) -> bool:
@@ -184,7 +184,7 @@ class CommittedParts:
             return False
 
     def proof_of(self, peer: str, part: int) -> bytes:
-        """The proof that this part, which has come from a worker that `is_bound`, is in its contribution."""
+        """Make the proof that this part, which has come from a worker that `is_bound`, is in its contribution."""
         return merkle.narrow(self._leaves[peer], self._rows, part, self._num_parts, self.proofs[peer])
 
 
@@ -209,8 +209,8 @@ class NormCheck:
         return None
 
     def fault_of_mean(self, squares: float) -> str | None:
-        """The fault of a reducer's part of the mean, if it has one: a mean is finite, and never longer than the longest
-        contribution in it."""
+        """Return the fault of a reducer's part of the mean, if it has one: a mean is finite, and never longer than the
+        longest contribution in it."""
         longest = self._plan.longest
         slack = self._codec.norm_slack * self._codec.for_means.norm_slack
         if math.isfinite(squares) and math.sqrt(squares) <= longest * slack:

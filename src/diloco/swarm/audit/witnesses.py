@@ -70,7 +70,7 @@ class Witnesses:
     # As a witness
 
     def answer(self, request: AskStateDigest) -> StateDigest:
-        """The digest, or that it is being computed; neither if this worker does not have that state."""
+        """Return the digest, or that it is being computed; neither if this worker does not have that state."""
         status = self._members.status
         if request.sequence in self._known:
             return StateDigest(self._known[request.sequence])
@@ -98,7 +98,7 @@ class Witnesses:
             self._taken_at = clock.now()
 
     async def digest(self, snapshot: Snapshot, *, own: bool) -> bytes:
-        """The digest of a snapshot; `own`: it is this worker's, and is kept for others. Raises Malformed."""
+        """Compute the digest of a snapshot; `own`: it is this worker's, and is kept for others. Raises Malformed."""
         if own and self._last is not None and self._last[0]() is snapshot.data:  # several joiners share one
             return self._last[1]
         digest = await asyncio.get_running_loop().run_in_executor(None, state_digest, snapshot)
@@ -119,7 +119,7 @@ class Witnesses:
     # Asking witnesses
 
     def disagreement_seconds(self) -> float:
-        """How long ago this worker first refused a state; 0 if it has not."""
+        """Return how long ago this worker first refused a state; 0 if it has not."""
         return 0.0 if self._refused_since is None else clock.now() - self._refused_since
 
     @asynccontextmanager
@@ -181,7 +181,7 @@ class Witnesses:
             raise AnotherState("it sent another state than it said")
 
     def of(self, source: str) -> list[str]:
-        """All other members that have the state, in the order in which they are asked about that of `source`."""
+        """Return all other members that have the state, in the order in which they are asked about that of `source`."""
         others = [peer for peer in self._members.with_state() if peer.name != source]
         self._random.shuffle(others)
         known = self._members.peers.get(source)
@@ -191,7 +191,7 @@ class Witnesses:
         return [peer.name for peer in others]
 
     async def ask(self, names: list[str], sequence: int, digest: bytes, seconds: float) -> dict[str, bytes]:
-        """The digests of those that have the state before this round, or get it within `seconds`.
+        """Ask for the digests of those that have the state before this round, or get it within `seconds`.
 
         No more of them than it takes: one that never comes so far does not hold up a worker that is sure already, and
         is asked for no longer than `lost_seconds` before another one is asked beside it.
@@ -287,7 +287,7 @@ def none_has_more(digest: bytes, witnesses: Mapping[str, bytes]) -> bool:
 
 
 def state_digest(snapshot: Snapshot) -> bytes:
-    """32 bytes: what all members have alike, whichever of them serves the state.
+    """Compute 32 bytes: what all members have alike, whichever of them serves the state.
 
     That is the anchors and the outer momentum, the next round and how many rounds each fragment has had. What a state
     has besides is the serving worker's own (its position, the buffers of its model). Raises Malformed if the data is

@@ -19,14 +19,14 @@ _PUBLIC = b"\x08\x01\x12\x20"
 
 
 def load_or_create(path: Path) -> str:
-    """The peer id of the key in this file; a new key is made if the file is missing."""
+    """Return the peer id of the key in this file; a new key is made if the file is missing."""
     if not path.exists():
         save_seed(path, Ed25519PrivateKey.generate().private_bytes_raw())
     return peer_id(_read(path)[-32:])
 
 
 def load_seed(path: Path) -> bytes:
-    """The private half of the key in this file, to sign with."""
+    """Read the private half of the key in this file, to sign with."""
     return _read(path)[len(_PRIVATE) : -32]
 
 
@@ -38,13 +38,13 @@ def _read(path: Path) -> bytes:
 
 
 def peer_id(public: bytes) -> str:
-    """The peer id of a public key. It contains the whole key, since that is short: libp2p's "identity hash"."""
+    """Return the peer id of a public key. It contains the whole key, since that is short: libp2p's "identity hash"."""
     key = _PUBLIC + public
     return peer_id_to_text(b"\0" + bytes([len(key)]) + key)
 
 
 def public_key_of(peer: str) -> bytes:
-    """The public key that a peer id contains; ValueError if it is no id of an Ed25519 key."""
+    """Read the public key that a peer id contains; ValueError if it is no id of an Ed25519 key."""
     data = peer_id_to_bytes(peer)
     start = b"\0" + bytes([len(_PUBLIC) + 32]) + _PUBLIC
     if len(data) != len(start) + 32 or not data.startswith(start):

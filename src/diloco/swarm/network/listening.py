@@ -45,7 +45,8 @@ class ListenConfig:
 
 
 def listen_addresses(host: str | None, port: int | None) -> list[str]:
-    """The multiaddrs to listen at: all IPv4 and IPv6 addresses, or those of one address or name of this machine."""
+    """Return the multiaddrs to listen at: all IPv4 and IPv6 addresses, or those of one address or name of this
+    machine."""
     number = _checked_port(port, "port") if port is not None else 0
     if host is None:
         return [f"/ip4/0.0.0.0/tcp/{number}", f"/ip6/::/tcp/{number}"]
@@ -58,7 +59,7 @@ def listen_addresses(host: str | None, port: int | None) -> list[str]:
 
 
 def parse_announced(text: str, port: int | None) -> str:
-    """The multiaddr of what a user wrote after --announce: ADDRESS, ADDRESS:PORT, [IPV6]:PORT or a multiaddr."""
+    """Return the multiaddr of what a user wrote after --announce: ADDRESS, ADDRESS:PORT, [IPV6]:PORT or a multiaddr."""
     if text.startswith("/"):
         return _announced_multiaddr(text)
     name, number = _name_and_port(text, port)
@@ -121,7 +122,7 @@ def _checked_port(port: int | str, what: str) -> int:
 
 
 def choose_port(folder: Path, name: str, host: str | None) -> int | None:
-    """The port that this worker had last time, if it is free, else a random free one; None if none was found.
+    """Choose the port that this worker had last time, if it is free, else a random free one; None if none was found.
 
     It is the same port again, since the other workers remember it: after a pause of the whole swarm they find each
     other.

@@ -46,7 +46,7 @@ def varint(number: int) -> bytes:
 
 
 def take_varint(data: bytes) -> tuple[int, bytes]:
-    """The number at the start of `data`, and the bytes after it."""
+    """Read the number at the start of `data`, and the bytes after it."""
     number = 0
     for i, byte in enumerate(data[:9]):
         number |= (byte & 0x7F) << (7 * i)
@@ -56,7 +56,7 @@ def take_varint(data: bytes) -> tuple[int, bytes]:
 
 
 def to_bytes(address: str) -> bytes:
-    """The binary form of a multiaddr, as p2pd takes it."""
+    """Return the binary form of a multiaddr, as p2pd takes it."""
     if not address.startswith("/"):
         raise ConfigError(f"{address!r} is not a multiaddr: one looks like /ip4/203.0.113.7/tcp/4000")
     names = iter(address.strip("/").split("/"))
@@ -88,7 +88,7 @@ def _pack(address: str, name: str, value: str) -> bytes:
 
 
 def to_text(data: bytes) -> str:
-    """The text of a multiaddr that `to_bytes` has packed."""
+    """Return the text of a multiaddr that `to_bytes` has packed."""
     text = ""
     while data:
         code, data = take_varint(data)
@@ -130,7 +130,7 @@ def split_peer(address: str) -> tuple[str, str]:
 
 
 def route_to(peer: str, address: str) -> str | None:
-    """The address without its /p2p/PEER; None if it is not valid or leads to another peer. Accepts any text."""
+    """Return the address without its /p2p/PEER; None if it is not valid or leads to another peer. Accepts any text."""
     try:
         route, name = split_peer(address)
         to_bytes(route)
@@ -141,7 +141,7 @@ def route_to(peer: str, address: str) -> str | None:
 
 
 def ip_of(address: str) -> IpAddress | None:
-    """The IP address at the start of a multiaddr; None if it begins with a name. Accepts any text."""
+    """Return the IP address at the start of a multiaddr; None if it begins with a name. Accepts any text."""
     parts = address.split("/")
     if len(parts) > 2 and parts[1] in ("ip4", "ip6"):
         try:

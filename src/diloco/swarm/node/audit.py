@@ -74,31 +74,32 @@ class TransferAudit:
         self.plan = plan
 
     def commit(self, rows: range) -> bytes:
-        """The bytes that go before this worker's parts `rows`, to the worker that reduces them."""
+        """Return the bytes that go before this worker's parts `rows`, to the worker that reduces them."""
         return b""
 
     def read_commitment(self, sender: str, data: bytes) -> None:
-        """What another worker has sent before its parts of this worker's range. Raises Malformed."""
+        """Take what another worker has sent before its parts of this worker's range. Raises Malformed."""
 
     def add_parts(self, parts: Mapping[str, memoryview]) -> None:
         """Take in the next parts of this worker's range, by contributor, before they are added up. In the reducing
         thread."""
 
     def find_long(self, squares: Sequence[float]) -> Lie | None:
-        """The lie of a contributor whose parts are longer than its header claims, with the last ones, whose squared
-        norms these are."""
+        """Find the lie of a contributor whose parts are longer than its header claims, with the last ones, whose
+        squared norms these are."""
         return None
 
     def prove_long(self, lie: Lie, parts: memoryview, rest: memoryview) -> Lie:
-        """The lie that `find_long` has found, with a proof where there is one. `parts`: all of this worker's range, of
-        which `rest` is not added up. In the reducing thread."""
+        """Add a proof to the lie that `find_long` has found, where there is one. `parts`: all of this worker's range,
+        of which `rest` is not added up. In the reducing thread."""
         return lie
 
     def check_range(self) -> None:
         """All parts of this worker's range are added up. Raises Lie."""
 
     def compare_directions(self, parts: Mapping[str, memoryview]) -> bytes:
-        """What this reducer signs of the directions of the contributions, with its range. In the reducing thread."""
+        """Compute what this reducer signs of the directions of the contributions, with its range. In the reducing
+        thread."""
         return bytes(directions_bytes(self.plan))
 
     def add_mean(self, reducer: str, mean: memoryview) -> None:
@@ -119,13 +120,13 @@ class RoundAudit:
         return TransferAudit(plan)
 
     def find_opposed(self, plan: Plan, ranges: tuple[SignedRange, ...]) -> AbstractSet[str]:
-        """The whole mean is here, signed so by its reducers: the contributors that point against most others, for which
-        this worker does not vote for the plan."""
+        """Find the contributors that point against most others, once the whole mean is here, as its reducers have
+        signed: with one of them this worker does not vote for the plan."""
         return frozenset()
 
     def end(self, agreed: Agreed, mean: Bytes | None, copied: Callable[[], Awaitable[None]]) -> None:
-        """The round has ended so, and this worker has its mean, in `mean` once it is `copied`; None if it is not
-        kept."""
+        """The round has ended in this way, and this worker has its mean, in `mean` once it is `copied`; None if it is
+        not kept."""
 
 
 class StateAudit:
@@ -152,7 +153,7 @@ class Audit:
         """Return when the trainer may write into the memory of all rounds."""
 
     def find_opposed(self, plan: Plan, num_parts: int, ranges: Sequence[SignedRange]) -> AbstractSet[str]:
-        """The contributors to this plan that point against most others, as its reducers have signed."""
+        """Return the contributors to this plan that point against most others, as its reducers have signed."""
         return frozenset()
 
     def compare_means(self, plan: Plan, means: Sequence[Vote | Certificate]) -> None:
@@ -170,7 +171,7 @@ class Audit:
     # A state
 
     async def digest_of(self, snapshot: Snapshot) -> bytes:
-        """32 bytes that go with this worker's own state: the digest of what all members have alike."""
+        """Return 32 bytes that go with this worker's own state: the digest of what all members have alike."""
         return bytes(32)
 
     @asynccontextmanager
@@ -190,7 +191,7 @@ class Audit:
         yield StateAudit()
 
     def disagreement_seconds(self) -> float:
-        """How long ago this worker first refused a state, of those since it last took one over; 0 if it refused
+        """Return how long ago this worker first refused a state, of those since it last took one over; 0 if it refused
         none."""
         return 0.0
 

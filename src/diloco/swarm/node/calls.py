@@ -55,13 +55,14 @@ def check_process(peer: Peer, process: str, beat_seconds: float) -> None:
 
 
 def addressed(members: Members, name: str, request: PeerMessage) -> bytes:
-    """A request from this process to the one that is held of a peer."""
+    """Make a request from this process to the one that is held of a peer."""
     held = members.peers[name].status.process if name in members.peers else ""
     return encode(Addressed(members.status.process, held, encode(request)))
 
 
 def open_addressed(members: Members, name: str, message: Addressed) -> PeerMessage:
-    """The request, if it is from the process that is held of this peer, and for this process. Raises CallRefused."""
+    """Return the request, if it is from the process that is held of this peer, and for this process. Raises
+    CallRefused."""
     peer = members.peers.get(name)
     if peer is None:
         raise CallRefused("say hello first", "hello")

@@ -4,5 +4,5 @@ import asyncio
 
 
 def now() -> float:
-    """Seconds since an arbitrary moment, as `loop.time()`; for time-outs and durations, not for dates."""
+    """Return seconds since an arbitrary moment, as `loop.time()`; for time-outs and durations, not for dates."""
     return asyncio.get_running_loop().time()

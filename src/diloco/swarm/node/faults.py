@@ -35,7 +35,7 @@ class Faults:
             self._on_event("internal_error", {"what": what, "reason": with_remedy(problem)})
 
     def start(self, work: Coroutine[Any, Any, None], what: str) -> "asyncio.Task[None]":
-        """A task, which is held until it ends; what it fails with is recorded."""
+        """Start a task, which is held until it ends; what it fails with is recorded."""
 
         def end(task: "asyncio.Task[None]") -> None:
             self._tasks.discard(task)

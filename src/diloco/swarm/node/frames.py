@@ -11,7 +11,7 @@ _LENGTH = struct.Struct("<I")
 
 
 async def write_frame(stream: Stream, data: bytes | memoryview, seconds: float) -> None:
-    """The length in four bytes, then the data."""
+    """Write the length in four bytes, then the data."""
     await stream.write_both(_LENGTH.pack(len(data)), data, seconds)
 
 

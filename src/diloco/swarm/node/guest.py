@@ -80,7 +80,7 @@ class Guest:
         return len(self._hosts)
 
     def clock(self) -> float:
-        """The members' time, in seconds since 1970, corrected by half the duration of the call.
+        """Ask for the members' time, in seconds since 1970, corrected by half the duration of the call.
 
         Of several answers the one nearest to this machine's clock: one member that lies cannot keep a guest out.
         """
@@ -107,7 +107,8 @@ class Guest:
     def fetch(
         self, name: str, path: Path, most_bytes: int = 1 << 42, digest: str | None = None, *, first: int = 0
     ) -> None:
-        """A file (with that sha256) from any member that has it, whole or not at all. Raises EngineError or OSError.
+        """Fetch a file (with that sha256) from any member that has it, whole or not at all. Raises EngineError or
+        OSError.
 
         `first`: the index of the member that is asked first.
         """
@@ -180,7 +181,7 @@ class Guest:
         return None
 
     def _ask(self, request: PeerMessage, type_: type[Answer], peers: list[str] | None = None) -> Answer:
-        """The answer of the first of `peers` (or of all that have admitted this guest) that gives one."""
+        """Return the answer of the first of `peers` (or of all that have admitted this guest) that gives one."""
         assert self._transport is not None
         problems = []
         for peer in self._hosts if peers is None else peers:

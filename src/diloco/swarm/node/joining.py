@@ -103,7 +103,7 @@ def _read_saved(settings: Settings) -> _SavedWorker:
 
 
 def _known_addresses(members: Members) -> dict[str, list[str]]:
-    """Peer -> the addresses of it in the invitation and in peers.json."""
+    """Return a map: peer -> the addresses of it in the invitation and in peers.json."""
     known: dict[str, list[str]] = {}
     invitation = _own_invitation(members.settings)
     met = [address for peer in read_peers(members.settings.path(PEERS_FILE)) for address in peer.addresses]

@@ -113,7 +113,7 @@ class Leader:
         return Done()
 
     def _current(self, sender: str, message: Complete | Trouble | Opposed) -> "LedRound | None":
-        """The round that the message is about, if it is about the plan that is carried out now."""
+        """Return the round that the message is about, if it is about the plan that is carried out now."""
         led = self._rounds.get(message.sequence)
         if led is None or led.plan is None or led.authority != message.authority or led.plan.entry(sender) is None:
             return None
@@ -150,7 +150,7 @@ class Leader:
     # State
 
     def phases(self) -> dict[int, str]:
-        """The rounds that this node leads, and the phase of each."""
+        """Return the rounds that this node leads, and the phase of each."""
         return {sequence: led.phase.value for sequence, led in self._rounds.items()}
 
     async def wait_for_earlier(self, sequence: int) -> bool:
@@ -385,7 +385,7 @@ async def inquire_in_turn(
 
 
 async def inquire(participant: Participant, key: RoundKey, authority: Authority) -> Inquired:
-    """The answers of a majority. Raises SteppedDown."""
+    """Ask all live members for the state of a round, until a majority has answered. Raises SteppedDown."""
     members = participant.members
     own = participant.rounds.get(key.sequence)
     if own is not None:
@@ -410,7 +410,8 @@ async def inquire(participant: Participant, key: RoundKey, authority: Authority)
 def _step_down_if_most_follow_others(
     participant: Participant, sequence: int, answers: dict[str, PeerMessage]
 ) -> dict[str, PeerMessage]:
-    """The answers without those of members that follow another leader, and so promise nothing. Raises SteppedDown."""
+    """Return the answers without those of members that follow another leader, and so promise nothing. Raises
+    SteppedDown."""
     followed = {peer: answer.leader if isinstance(answer, LedBy) else None for peer, answer in answers.items()}
     leader = leader_of_most(followed, participant.outcomes.quorum.is_majority)
     if leader is not None:
@@ -421,7 +422,7 @@ def _step_down_if_most_follow_others(
 
 
 async def _judge(participant: Participant, sequence: int, answers: dict[str, PeerMessage]) -> Authority | None:
-    """The highest authority that the members had seen before. Raises SteppedDown."""
+    """Return the highest authority that the members had seen before. Raises SteppedDown."""
     seen: list[Authority] = []
     for peer, answer in answers.items():
         if isinstance(answer, Ended):
@@ -448,7 +449,7 @@ async def _has_ended(participant: Participant, sequence: int, peer: str) -> bool
 
 
 def _checked(participant: Participant, sequence: int, peer: str, answer: Posted) -> Posted:
-    """The answer, without its vote if that is not valid."""
+    """Return the answer, without its vote if that is not valid."""
     voted = answer.complete
     try:
         if voted is not None:

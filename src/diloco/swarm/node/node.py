@@ -189,7 +189,7 @@ class Node:
         self._peers_file.save_if_due(self._known_peers())
 
     def _known_peers(self) -> list[KnownPeer]:
-        """The content of peers.json."""
+        """Return the content of peers.json."""
         since_1970 = time.time() - clock.now()
         known = [
             KnownPeer(

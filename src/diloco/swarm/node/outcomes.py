@@ -75,7 +75,7 @@ class Outcomes:
     # Two ends of a round
 
     def _ended_plan(self, sequence: int) -> bytes:
-        """The beginning of the digest of the plan that this round has ended with, for heartbeats."""
+        """Return the beginning of the digest of the plan that this round has ended with, for heartbeats."""
         kept = self.recent.get(sequence)
         return b"" if kept is None else kept.plan.digest[:END_BYTES]
 
@@ -235,12 +235,13 @@ class Outcomes:
     # Asking others
 
     async def ask(self, peer: str, sequence: int) -> Agreed | None:
-        """The plan that a round has ended with; None if it has not ended, or is too old. Raises Malformed, too."""
+        """Ask for the plan that a round has ended with; None if it has not ended, or is too old. Raises Malformed,
+        too."""
         return await self._ask(peer, AskOutcome(sequence))
 
     async def ask_last(self, peer: str, sequence: int) -> Agreed | None:
-        """The last round that has ended for `peer`, which has given this worker the state before round `sequence`: by
-        it this worker knows which members count. Raises Malformed, too."""
+        """Ask for the last round that has ended for `peer`, which has given this worker the state before round
+        `sequence`: by it this worker knows which members count. Raises Malformed, too."""
         agreed = await self._ask(peer, AskLastPlan())
         self.quorum.check_last_end(agreed, sequence)
         return agreed
@@ -275,7 +276,8 @@ class Outcomes:
             self.audit.compare_ends(own, other)
 
     async def fetch_mean(self, agreed: Agreed, peer: str, moved: Callable[[], None] = lambda: None) -> bytes:
-        """The encoded mean of an ended round; `moved` is called for each piece. Raises Unreachable or Malformed."""
+        """Fetch the encoded mean of an ended round; `moved` is called for each piece. Raises Unreachable or
+        Malformed."""
         sequence = agreed.plan.key.sequence
         stream = await self.calls.transport.open_stream(peer, self._stall_seconds)
         try:

@@ -305,7 +305,7 @@ class Participant:
             await self.ask_all(message.sequence, others, message)
 
     async def ask_all(self, sequence: int, peers: list[str], message: PeerMessage) -> dict[str, PeerMessage]:
-        """The answers of the peers that give one."""
+        """Ask several peers; return the answers of those that give one."""
 
         async def ask(peer: str) -> PeerMessage | None:
             try:

@@ -80,7 +80,7 @@ class Places:
             self._leave(place)
 
     def _slowest(self, rate: float | None) -> ReaderPlace | None:
-        """The reader that has had its turn and is the slowest, if it is slower than this rate."""
+        """Find the reader that has had its turn and is the slowest, if it is slower than this rate."""
         old = [place for place in self._taken.values() if clock.now() - place.since >= self._turn]
         slowest = min(old, key=lambda place: place.rate, default=None)
         return slowest if slowest is not None and (rate is None or slowest.rate < rate) else None

@@ -100,8 +100,8 @@ class RecentRounds:
         return sum(len(ended.mean) for sequence, ended in self._rounds.items() if sequence not in self._on_disk)
 
     def _room_for(self, sequence: int, num_bytes: int) -> memoryview:
-        """Memory for a mean: on the disk if a member needs earlier means too and memory is full. If the disk has no
-        room, no means are kept for such members any more."""
+        """Find memory for a mean: on the disk if a member needs earlier means too and memory is full. If the disk has
+        no room, no means are kept for such members any more."""
         if self._held and self._folder is not None and self._memory_bytes() + num_bytes > MAX_BYTES:
             try:
                 room = on_disk(self._folder, num_bytes)
@@ -125,7 +125,7 @@ class RecentRounds:
             self._held[peer].touched = clock.now()
 
     def held(self) -> dict[str, int]:
-        """Member -> the first round that is kept for it."""
+        """Return a map: member -> the first round that is kept for it."""
         return {peer: held.first for peer, held in self._held.items()}
 
     def idle_seconds(self, peer: str) -> float:
@@ -143,8 +143,8 @@ class RecentRounds:
 
 
 def on_disk(folder: Path, num_bytes: int) -> memoryview:
-    """Memory in a file without a name. Raises OSError if the disk has no room for it: the blocks are taken at once, so
-    that no later write fails."""
+    """Map memory in a file without a name. Raises OSError if the disk has no room for it: the blocks are taken at
+    once, so that no later write fails."""
     usage = shutil.disk_usage(folder)
     if usage.free - num_bytes < _FREE_SHARE * usage.total:
         raise OSError(errno.ENOSPC, f"{num_bytes} bytes in {folder}, which has {usage.free} of {usage.total} left")

@@ -170,7 +170,8 @@ class StateTransfer:
     # Fetching
 
     async def fetch(self) -> FetchedState | None:
-        """The others' state; None if this worker has it, or no other worker has a later one. Raises EngineError."""
+        """Fetch the others' state; None if this worker has it, or no other worker has a later one. Raises
+        EngineError."""
         status = self.members.status
         self.search.begin()
         while not status.has_state:
@@ -224,8 +225,8 @@ class StateTransfer:
         self.members.emit_about("state_refused", source.name, reason=reason)
 
     async def _fetch_base(self, attempt: Attempt) -> _Base | None:
-        """The trainer's own state if the source still keeps all means that it lacks, else a snapshot from the source;
-        None if the source gives none."""
+        """Choose the trainer's own state if the source still keeps all means that it lacks, else fetch a snapshot from
+        the source; None if it gives none."""
         first = self.recent.next_to_merge
         source = attempt.source
         if first is not None and self.search.may_have_means(source.name):
@@ -270,7 +271,8 @@ class StateTransfer:
             stream.close()
 
     async def _fetch_means(self, sequence: int, attempt: Attempt) -> tuple[tuple[RoundMean, ...], list[Plan], int]:
-        """The means of this round and all later ones that have ended, and their plans; and the round after them."""
+        """Fetch the means of this round and all later ones that have ended, and their plans; and the round after
+        them."""
         source = attempt.source
         means: list[RoundMean] = []
         plans: list[Plan] = []

@@ -274,7 +274,8 @@ class Transfer:
             self._notify()
 
     async def _proved(self, lie: Lie, rows: int) -> Lie:
-        """The lie of a contributor of whose parts `rows` are reduced: with its proof, if all of the range arrive."""
+        """Return the lie of a contributor of whose parts `rows` are reduced: with its proof, if all of the range
+        arrive."""
         if not await self._wait_until(lambda: self._arrived[lie.peer] == len(self._mine), self._patience):
             return lie
         parts = self._parts[lie.peer]
@@ -305,7 +306,8 @@ class Transfer:
 
     @torch.no_grad()
     def _reduce_rows(self, rows: range) -> tuple[Tensor, list[float], Comparison]:
-        """The mean of these rows of this worker's range, the squared norm of each contribution, and a comparison."""
+        """Compute the mean of these rows of this worker's range, the squared norm of each contribution, and a
+        comparison."""
         squares = [0.0] * len(self.plan.contributors)
         place = slice(rows.start * self._width, rows.stop * self._width)
         pieces = {entry.peer: self._parts[entry.peer][place] for entry in self.plan.contributors}
@@ -356,12 +358,12 @@ class Transfer:
 
 
 def _rows(memory: memoryview, count: int) -> Tensor:
-    """A memory of encoded parts as [count, part_bytes] uint8."""
+    """Return a memory of encoded parts as [count, part_bytes] uint8."""
     return torch.frombuffer(memory, dtype=torch.uint8).view(count, -1)
 
 
 def _first(problem: Exception) -> Exception:
-    """The cause, where a group of tasks has failed with it."""
+    """Find the cause, where a group of tasks has failed with it."""
     while isinstance(problem, ExceptionGroup):
         problem = problem.exceptions[0]
     return problem
@@ -380,7 +382,7 @@ def pack_comparison(told: Comparison) -> bytes:
 
 
 def unpack_comparison(data: bytes, contributors: int, parts: int) -> Comparison:
-    """The comparison of so many contributions in so many parts. Raises Malformed."""
+    """Read the comparison of so many contributions in so many parts. Raises Malformed."""
     if len(data) != comparison_bytes(contributors):
         raise Malformed(f"a comparison of {len(data)} bytes instead of {comparison_bytes(contributors)}")
     told = Comparison.of_numbers([*_comparison_form(contributors).unpack(data), parts], contributors)

@@ -85,8 +85,8 @@ class Attendance:
 
 
 def seconds_to_post(slowest_step_seconds: float, settings: Settings, least_seconds: float = 0.0) -> float:
-    """How long workers that were told to post may take, of which the slowest takes so long for an inner step: they post
-    after the step that they are in."""
+    """Return how long workers that were told to post may take, of which the slowest takes so long for an inner step:
+    they post after the step that they are in."""
     longest = timing.LONGEST_STEP_SHARE * settings.timeout_seconds
     return min(max(least_seconds, timing.STEP_SHARE * slowest_step_seconds), longest)
 

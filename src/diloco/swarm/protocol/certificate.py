@@ -91,7 +91,7 @@ def mean_digest(num_parts: int, ranges: Iterable[SignedRange]) -> bytes:
 
 
 def reducers(plan: Plan, num_parts: int) -> list[str]:
-    """The workers whose ranges are in a mean, in order."""
+    """Return the workers whose ranges are in a mean, in order."""
     return [peer for peer, rows in plan.ranges(num_parts).items() if rows] if plan.has_mean else []
 
 
@@ -102,13 +102,13 @@ def compares_directions(plan: Plan) -> bool:
 
 
 def directions_bytes(plan: Plan) -> int:
-    """The bytes of what each reducer signs of the directions of this plan's contributions: two for each pair."""
+    """Return the bytes of what each reducer signs of the directions of this plan's contributions: two for each pair."""
     count = len(plan.contributors)
     return 2 * (count * (count - 1) // 2) if compares_directions(plan) else 0
 
 
 def range_digests(plan: Plan, num_parts: int, mean: Bytes) -> list[bytes]:
-    """The digests of the ranges of an encoded mean that has arrived whole."""
+    """Return the digests of the ranges of an encoded mean that has arrived whole."""
     width = len(mean) // num_parts if num_parts else 0
     view = memoryview(mean)
     digests = []
@@ -135,7 +135,7 @@ class RangeDigest:
 
 
 def largest_group(votes: Mapping[str, Vote]) -> dict[str, Vote]:
-    """The votes for the mean that has most of them."""
+    """Return the votes for the mean that has most of them."""
     means = [vote.mean for vote in votes.values()]
     most = max(means, key=means.count, default=b"")
     return {peer: vote for peer, vote in votes.items() if vote.mean == most}
@@ -147,7 +147,7 @@ def is_most(plan: Plan, voters: Iterable[str]) -> bool:
 
 
 def certify(plan: Plan, votes: Mapping[str, Vote]) -> Certificate | None:
-    """The certificate of the mean with most votes; None if these are not of most workers of the plan."""
+    """Make the certificate of the mean with most votes; None if these are not of most workers of the plan."""
     group = largest_group(votes)
     if not group or not is_most(plan, group):
         return None

@@ -129,7 +129,7 @@ class RoundFollower:
         return StartTransfer(plan, self._transfers.patience(plan, self._members.settings.lost_seconds))
 
     def refusal(self, sender: str, sequence: int, authority: Authority) -> PeerMessage | None:
-        """Why a leader's message is not obeyed, if so. Raises CallRefused."""
+        """Say why a leader's message is not obeyed, if so. Raises CallRefused."""
         if self._has_ended(sequence):
             return Ended()
         round_ = self._rounds.get(sequence)
@@ -171,7 +171,8 @@ class RoundFollower:
     # Its own rounds
 
     def why_give_up(self, round_: RoundState) -> str | None:
-        """Why this worker gives the round up, or None: most others are in a later one, or have been silent for long."""
+        """Say why this worker gives the round up, or None: most others are in a later one, or have been silent for
+        long."""
         reason = None
         if not self._quorum.can_still_end(round_.sequence):
             reason = "most other workers are in a later one"
@@ -186,8 +187,8 @@ class RoundFollower:
         return reason
 
     def why_too_few(self, round_: RoundState, leader: str) -> str | None:
-        """Why this worker gives up a round whose leader has too few workers left for a plan (one accuses another of a
-        lie), or None. If another member is in a later round, all can meet there; the leader's word alone is not
+        """Say why this worker gives up a round whose leader has too few workers left for a plan (one accuses another of
+        a lie), or None. If another member is in a later round, all can meet there; the leader's word alone is not
         enough."""
         round_.turn_to(leader)
         others = [peer.status for peer in self._members.live() if peer.name != leader]
@@ -196,8 +197,8 @@ class RoundFollower:
         return None
 
     def watch_leader(self, round_: RoundState) -> str | None:
-        """The leader that is passed over now, or None. Rounds end in their order: no leader is to blame for a round
-        that waits for an earlier one."""
+        """Return the leader that is passed over now, or None. Rounds end in their order: no leader is to blame for a
+        round that waits for an earlier one."""
         is_next = round_.sequence == min(self._rounds)
         may_go_on = is_next and self._members.may_go_on() and self._quorum.sees_majority()
         return self.leaders.watch(round_, may_go_on=may_go_on)
@@ -223,7 +224,7 @@ class LeaderWatch:
         self._sequence = -1
 
     def usurped(self, sender: str, sequence: int, round_: RoundState | None) -> str | None:
-        """The leader to name to a peer that inquires too early or too often; None if the peer may inquire."""
+        """Name the leader to a peer that inquires too early or too often; None if the peer may inquire."""
         leader = self._members.leader()
         if sender in (leader, self._members.me) or leader is None:
             return None
@@ -286,8 +287,8 @@ class LeaderWatch:
         return 2 * sum(status.is_in(sequence) for status in statuses) > len(statuses)
 
     def _leader_seconds(self, round_: RoundState) -> float:
-        """How long a leader may take: with a plan for its transfer; without one for the slow workers, if some have not
-        posted, and else only for its inquiry, which ends when the last member has answered or is lost."""
+        """Return how long a leader may take: with a plan for its transfer; without one for the slow workers, if some
+        have not posted, and else only for its inquiry, which ends when the last member has answered or is lost."""
         stall = self._settings.stall_seconds
         if round_.plan is not None:
             longest = timing.LONGEST_STEP_SHARE * self._settings.timeout_seconds
@@ -299,7 +300,7 @@ class LeaderWatch:
         return stall + self.patience_seconds + seconds_to_post(slowest, self._settings)
 
     def _missing(self, sequence: int) -> list[Peer]:
-        """The members that a leader waits for before it makes a plan."""
+        """Return the members that a leader waits for before it makes a plan."""
         expected = [peer for peer in self._members.with_state() if self.attendance.expects(peer.name)]
         return [peer for peer in expected if not peer.status.is_in(sequence)]
 

@@ -55,7 +55,7 @@ def look_at(peer: Peer, me: str, settings: Settings, byte_at: float, now: float)
 
 
 def too_many_silent(peers: Iterable[Peer]) -> list[Peer]:
-    """The peers that have been silent for longest, and are forgotten, if there are too many."""
+    """Return the peers that have been silent for longest, and are forgotten, if there are too many."""
     silent = [peer for peer in peers if not peer.live and peer.lost_at]
     return sorted(silent, key=lambda peer: peer.lost_at)[: max(0, len(silent) - _MAX_SILENT)]
 
@@ -89,7 +89,7 @@ def is_gone(problem: Exception) -> bool:
 
 
 def peers_to_name(members: Membership) -> list[Peer]:
-    """The peers to name to others: only those that this node has heard itself, since others may be invented."""
+    """Return the peers to name to others: only those that this node has heard itself, since others may be invented."""
     now = members.now()
     return [
         peer

@@ -149,18 +149,19 @@ class JoinState:
 
 
 def number_giver(members: Membership) -> str | None:
-    """The member to ask for a number: the leader. None if no other worker is known to lead."""
+    """Return the member to ask for a number: the leader. None if no other worker is known to lead."""
     leader = members.leader()
     return None if leader == members.me else leader
 
 
 def giver_of_another_number(members: Membership) -> str | None:
-    """The member to ask for another number, if another live worker has this one's, and a lower key."""
+    """Return the member to ask for another number, if another live worker has this one's, and a lower key."""
     return number_giver(members) if clashes(members, members.me) else None
 
 
 def next_look_seconds(pause_seconds: float, *, found: bool) -> float:
-    """The next pause between two looks for members that are not known. `found`: the last one has found a member."""
+    """Return the next pause between two looks for members that are not known. `found`: the last one has found a
+    member."""
     longer = min(timing.LONGEST_LOOK_SECONDS, timing.LOOK_GROWTH * pause_seconds)
     return timing.LOOK_SECONDS if found else longer
 
@@ -169,7 +170,7 @@ def next_look_seconds(pause_seconds: float, *, found: bool) -> float:
 
 
 def give_number(members: Membership, name: str, wished: int) -> int:
-    """The number of this peer, a new one if another peer with a lower key has it too. Raises CallRefused."""
+    """Return the number of this peer, a new one if another peer with a lower key has it too. Raises CallRefused."""
     leader = members.leader()
     if leader != members.me:
         raise CallRefused(f"{leader} leads, not this worker", "leader")
@@ -186,5 +187,5 @@ def give_number(members: Membership, name: str, wished: int) -> int:
 
 
 def _next_number(taken: set[int]) -> int:
-    """The number above all that are taken; the lowest free one if a member claims the highest that there is."""
+    """Return the number above all that are taken; the lowest free one if a member claims the highest that there is."""
     return max(taken) + 1 if max(taken) < MAX_NUMBER else min(set(range(len(taken) + 1)) - taken)

@@ -136,8 +136,8 @@ class LedRoundState:
     # Inquire
 
     def judge_inquiry(self, answers: Inquired, banned: Collection[str]) -> Certificate | None:
-        """The certificate of the plan of an earlier leader, if that has enough votes. Raises SteppedDown if it may have
-        them, with those of workers that are silent."""
+        """Return the certificate of the plan of an earlier leader, if that has enough votes. Raises SteppedDown if it
+        may have them, with those of workers that are silent."""
         self.authority = answers.authority
         plan = answers.plan
         if plan is None:
@@ -172,7 +172,7 @@ class LedRoundState:
         return [name for name in expected if name not in self.ready and expects(name)]
 
     def gather(self, missing: list[str], patience_seconds: float, now: float) -> Gather:
-        """What to do about the missing workers. Raises SteppedDown."""
+        """Decide what to do about the missing workers. Raises SteppedDown."""
         live_ready = [name for name in self.ready if self._members.is_live(name)]
         most_are_ready = self._quorum.is_majority(live_ready)
         if self.half_ready_at is None and len(live_ready) >= len(missing) and most_are_ready:
@@ -244,8 +244,8 @@ class LedRoundState:
         return peer not in self._dropped and self._members.is_live(peer) and not clashes(self._members, peer)
 
     def _opposed_numbers(self, entries: tuple[Entry, ...]) -> tuple[int, ...]:
-        """The numbers of the workers whose contribution points against the others'; the first plan knows them from the
-        last rounds. Empty unless they are fewer than half."""
+        """Return the numbers of the workers whose contribution points against the others'; the first plan knows them
+        from the last rounds. Empty unless they are fewer than half."""
         if self.authority.attempt == 1:
             last = self._quorum.last_plan
             before = {*last.opposed_peers} if last is not None else set()
@@ -267,7 +267,8 @@ class LedRoundState:
         self.troubles.begin()
 
     def judge_attempt(self, plan: Plan, grace_seconds: float, now: float) -> "Dropped | Certificate | None":
-        """A certificate: the mean counts. Dropped: the next plan is without these workers. None: wait on.
+        """Judge the votes and answers so far. Certificate: the mean counts. Dropped: the next plan is without these
+        workers. None: wait on.
 
         Raises SteppedDown. `grace_seconds`: for the last votes, once most are there.
         """
@@ -309,7 +310,7 @@ class LedRoundState:
 
 
 def leader_of_most(answers: Mapping[str, str | None], is_majority: Callable[[Collection[str]], bool]) -> str | None:
-    """The leader that the inquiring one gives way to; None if enough members have promised to obey it.
+    """Return the leader that the inquiring one gives way to; None if enough members have promised to obey it.
 
     `answers`: peer -> the leader that it follows; None for one that has promised to obey this one.
     """
@@ -321,5 +322,5 @@ def leader_of_most(answers: Mapping[str, str | None], is_majority: Callable[[Col
 
 
 def code_of(answer: object) -> str | None:
-    """The code of a refusal (refusals.py); None for any other answer."""
+    """Return the code of a refusal (refusals.py); None for any other answer."""
     return answer.code if isinstance(answer, CallRefused) else None

@@ -257,9 +257,9 @@ class Membership:
             peer.call_soon()
 
     def dialled_addresses(self, peer: Peer) -> tuple[list[str], list[str]]:
-        """The addresses at which to call a peer now, its own and those that tellers gave, and these tellers. A teller
-        may have this node call some peers that do not answer, and then one every ten seconds: a member that invents
-        others, or gives the address of a third party for them, has that called no more often."""
+        """Return the addresses at which to call a peer now, its own and those that tellers gave, and these tellers. A
+        teller may have this node call some peers that do not answer, and then one every ten seconds: a member that
+        invents others, or gives the address of a third party for them, has that called no more often."""
         now = self.now()
         tellers = [teller for teller in peer.told if self._dials.take(teller, now)]
         told = [address for teller in tellers for address in peer.told[teller]]
@@ -279,31 +279,32 @@ class Membership:
     # What follows
 
     def live(self) -> list[Peer]:
-        """The other live members, in worker order."""
+        """Return the other live members, in worker order."""
         live = [peer for peer in self.peers.values() if peer.live and peer.status.number >= 0]
         return sorted(live, key=lambda peer: peer.status.number)
 
     def with_state(self) -> list[Peer]:
-        """The other live members that have the global state."""
+        """Return the other live members that have the global state."""
         return [peer for peer in self.live() if peer.status.has_state]
 
     def is_live(self, name: str) -> bool:
         return name == self.me or (name in self.peers and self.peers[name].live)
 
     def number_of(self, name: str) -> int:
-        """The number of a member; −1 if it has none."""
+        """Return the number of a member; −1 if it has none."""
         if name == self.me:
             return self.status.number
         peer = self.peers.get(name)
         return -1 if peer is None else peer.status.number
 
     def roster(self) -> tuple[int, ...]:
-        """The numbers of the live members that have the state."""
+        """Return the numbers of the live members that have the state."""
         own = [self.status.number] if self.status.has_state else []
         return tuple(sorted({*own, *(peer.status.number for peer in self.with_state())}))
 
     def leader(self) -> str | None:
-        """The live member with the lowest number that has the state and leads well; None if no member has the state."""
+        """Return the live member with the lowest number that has the state and leads well; None if no member has the
+        state."""
         candidates = [(peer.status.number, peer.name) for peer in self.with_state()]
         if self.status.has_state:
             candidates.append((self.status.number, self.me))
@@ -327,7 +328,7 @@ class Membership:
         return 0 < len(voters) <= 2 * sum(status.ended_round >= sequence for status in voters)
 
     def first_ahead(self, sequence: int) -> str | None:
-        """The first live member that has ended this round; None if there is none."""
+        """Return the first live member that has ended this round; None if there is none."""
         return next((peer.name for peer in self.live() if peer.status.ended_round >= sequence), None)
 
     def may_go_on(self) -> bool:

@@ -35,7 +35,7 @@ class MergedRounds:
         return min(self._rounds, default=None)
 
     def ends_from(self, first: int) -> Ends:
-        """How the rounds from `first` on have ended, for another member."""
+        """Return how the rounds from `first` on have ended, for another member."""
         last = min(max(self._rounds, default=-1), first + MOST_ENDS - 1)
         unknown = _Merged(bytes(END_BYTES), 0)
         return Ends(b"".join(self._rounds.get(number, unknown).plan for number in range(first, last + 1)))

@@ -270,7 +270,7 @@ class Ends(PeerMessage, frozen=True):
             raise Malformed(f"{len(self.plans)} bytes of digests")
 
     def plan(self, index: int) -> bytes:
-        """How one round has ended; empty where the sender does not know."""
+        """Return how one round has ended; empty where the sender does not know."""
         plan = self.plans[index * END_BYTES : (index + 1) * END_BYTES]
         return plan if any(plan) else b""
 
@@ -503,7 +503,7 @@ def expect(data: bytes, type_: type[T]) -> T:
 
 
 def hello_version(data: bytes) -> HelloVersion | None:
-    """The version that a Hello of any version names; None if the data is no Hello."""
+    """Read the version that a Hello of any version names; None if the data is no Hello."""
     try:
         return _version_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -33,7 +33,7 @@ class MissedRounds:
         self._forgot = True
 
     def rounds_of(self, fragment: int, entries: Iterable[Entry]) -> tuple[int, ...]:
-        """The rounds of work that each entry of a plan counts as at most; () if each counts as one."""
+        """Return the rounds of work that each entry of a plan counts as at most; () if each counts as one."""
         rounds = tuple(min(MAX_WEIGHT_ROUNDS, self._rounds_of(fragment, entry)) for entry in entries)
         return rounds if any(count > 1 for count in rounds) else ()
 
@@ -45,7 +45,7 @@ class MissedRounds:
         return max(1, math.ceil(min(claim.weight / claim.round_weight, MAX_WEIGHT_ROUNDS)))
 
     def find_excess(self, plan: Plan) -> str | None:
-        """A worker that counts as more rounds of work in this plan than it can have, as this node has seen."""
+        """Find a worker that counts as more rounds of work in this plan than it can have, as this node has seen."""
         for entry, count in zip(plan.entries, plan.rounds, strict=False):
             missed, seen = self._missed(plan.key.fragment, entry.peer)
             if seen and count > 1 + missed:
@@ -53,7 +53,7 @@ class MissedRounds:
         return None
 
     def _missed(self, fragment: int, peer: str) -> tuple[int, bool]:
-        """The last rounds of a fragment without this peer, and whether it was in the one before."""
+        """Return the last rounds of a fragment without this peer, and whether it was in the one before."""
         rounds = self._rounds.get(fragment, ())
         for missed, contributors in enumerate(reversed(rounds)):
             if peer in contributors:

@@ -171,7 +171,7 @@ class Plan(PeerMessage, frozen=True, dict=True):
         return tuple(entry for entry in self.entries if entry.number in chosen)
 
     def offences(self) -> list[Offence]:
-        """The contributions that no honest worker sends.
+        """Return the contributions that no honest worker sends.
 
         No offence: another anchor, another direction or next to nothing, unless its note or report cannot be read; the
         large norm of a worker that says that it missed rounds, since it carries more work then; a large norm among
@@ -223,7 +223,8 @@ class Plan(PeerMessage, frozen=True, dict=True):
         return self.decision.total_weight > 0
 
     def ranges(self, num_parts: int) -> dict[str, range]:
-        """Contributor -> the parts that it reduces: consecutive ones, divided by shares as whole parts allow."""
+        """Return a map: contributor -> the parts that it reduces: consecutive ones, divided by shares as whole parts
+        allow."""
         share_of = dict(zip((entry.peer for entry in self.entries), self.shares, strict=False))
         shares = [share_of.get(entry.peer, 1) for entry in self.contributors]
         sums = list(accumulate(shares if any(shares) else [1 for _ in shares], initial=0))

@@ -30,14 +30,14 @@ class TwoPlans(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The credentials of the voters: the receiver may not have met them."""
 
     def voters(self) -> list[str]:
-        """The workers whose votes are in both certificates, if the plans are of one authority; `Notary` checks the
-        votes."""
+        """Return the workers whose votes are in both certificates, if the plans are of one authority; `Notary` checks
+        the votes."""
         if self.one.plan.authority != self.other.plan.authority:
             return []
         return sorted(self.one.certificate.signatures.keys() & self.other.certificate.signatures.keys())
 
     def leader(self) -> str | None:
-        """The leader of both plans, if it is the same one in the same term."""
+        """Return the leader of both plans, if it is the same one in the same term."""
         one = self.one.plan
         other = self.other.plan
         return one.leader if one.leader == other.leader and one.authority.term == other.authority.term else None

@@ -76,7 +76,8 @@ class Quorum:
     # Which members count
 
     def counting_members(self) -> set[str]:
-        """The members of the last round, less the dead; empty if any number is enough: fewer than three are left.
+        """Return the members of the last round, less the dead; empty if any number is enough: fewer than three are
+        left.
 
         A leader that leaves live members out of its plan does not make the others fewer than they are: those that
         counted before count on.
@@ -88,7 +89,7 @@ class Quorum:
         return self._without_the_dead(self._counting_by_plan() | (before & with_state))
 
     def _counting_by_plan(self) -> set[str]:
-        """The members that count by the plan of the last round, which is the same for all that have ended it."""
+        """Return the members that count by the plan of the last round, which is the same for all that have ended it."""
         if self.last_plan is None:
             return set()
         names = {entry.peer for entry in self.last_plan.entries}
@@ -118,7 +119,7 @@ class Quorum:
         return not peer.gone and not peer.left and silent_seconds < self._settings.minority_seconds
 
     def numbers_that_count_next(self) -> tuple[int, ...]:
-        """The numbers of the live members that have the state, and whose work was in an earlier mean."""
+        """Return the numbers of the live members that have the state, and whose work was in an earlier mean."""
         live = [self._members.status, *(peer.status for peer in self._members.with_state())]
         return tuple(sorted({status.number for status in live if status.has_state and status.contributed_round >= 0}))
 

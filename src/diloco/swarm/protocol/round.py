@@ -225,7 +225,7 @@ class RoundState:
         self.certificate = certificate
 
     def success(self, plan: Plan) -> RoundOutcome:
-        """The outcome for the trainer when the mean of this plan counts."""
+        """Make the outcome for the trainer when the mean of this plan counts."""
         decision = plan.decision
         failure = None
         if not decision.contributors and decision.refused.keys() - set(plan.opposed):

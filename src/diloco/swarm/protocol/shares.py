@@ -55,7 +55,8 @@ class Shares:
         return not apart.isdisjoint(reducing) and bool(self.make(plan.entries))
 
     def make(self, entries: Sequence[Entry]) -> tuple[int, ...]:
-        """The share of each entry; () if all have the same one, or none can exchange parts with all others."""
+        """Share out the reduction. Returns the share of each entry; () if all have the same one, or none can exchange
+        parts with all others."""
         names = [entry.peer for entry in entries]
         without = self._apart(names) | {name for name in names if self._is_off(self._withheld, name)}
         shares = tuple(0 if name in without else share for name, share in zip(names, self._by_rate(names), strict=True))
@@ -74,7 +75,7 @@ class Shares:
         return worst if bad[worst] > 1 and len(self._apart(rest)) < len(rest) else None
 
     def _apart(self, names: Sequence[str]) -> set[str]:
-        """The workers that are in a bad pair."""
+        """Return the workers that are in a bad pair."""
         return {name for pair in combinations(names, 2) if self._is_bad(*pair) for name in pair}
 
     def _is_bad(self, one: str, other: str) -> bool:

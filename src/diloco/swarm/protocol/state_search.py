@@ -32,9 +32,9 @@ class StateSearch:
     # Sources
 
     def sources(self, next_to_merge: int | None) -> list[Peer]:
-        """The members with the state, in the order in which they are asked: those that have failed come last, of the
-        others the furthest first, equal ones at random. A single member that says that it is ahead of all others comes
-        no earlier than the second one: any member can say so. Nor do a few that are far ahead of this worker come
+        """Return the members with the state, in the order in which they are asked: those that have failed come last, of
+        the others the furthest first, equal ones at random. A single member that says that it is ahead of all others
+        comes no earlier than the second one: any member can say so. Nor do a few that are far ahead of this worker come
         early: they are a run of their own.
 
         `next_to_merge`: the first round that is not in this worker's own state; None for a newcomer.

@@ -51,7 +51,7 @@ def _phases(meaning: Mapping[Phase, str], transitions: Mapping[Phase, Mapping[Ph
 
 
 def insert(page: str) -> str:
-    """The page with its tables made anew."""
+    """Return the page with its tables made anew."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"

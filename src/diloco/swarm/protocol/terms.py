@@ -27,7 +27,7 @@ def own_terms(posted: PostedRound) -> Terms:
 
 
 def own_layout(entry: Entry) -> tuple[int, str]:
-    """The fragment and the layout that a worker's header names."""
+    """Read the fragment and the layout that a worker's header names."""
     return entry.parsed.key.fragment, entry.parsed.layout_digest
 
 

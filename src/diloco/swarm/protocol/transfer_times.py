@@ -27,7 +27,7 @@ class TransferTimes:
             self._rates.put(peer, rate)
 
     def rate(self, peer: str) -> float | None:
-        """Bytes a second; None if it is not known."""
+        """Return bytes a second; None if it is not known."""
         return self._rates.get(peer)
 
     def expect_slower(self, peers: Iterable[str], least: float) -> None:
@@ -36,7 +36,8 @@ class TransferTimes:
             self._seconds.put(peer, max(least, 2.0 * (self._seconds.get(peer) or 0.0)))
 
     def grace(self, plan: Plan, least: float, unknown: float) -> float:
-        """How long the last votes may take once most are there: as long as a transfer, `unknown` if a worker is new."""
+        """Return how long the last votes may take once most are there: as long as a transfer, `unknown` if a worker is
+        new."""
         known = [self._seconds.get(entry.peer) for entry in plan.contributors]
         return max([least, *(unknown if seconds is None else seconds for seconds in known)])
 
@@ -47,7 +48,7 @@ class TransferTimes:
         return max(least, timing.TRANSFER_SHARE * longest)
 
     def patience(self, plan: Plan, lost_seconds: float) -> float:
-        """How long a worker may take before its next parts arrive."""
+        """Return how long a worker may take before its next parts arrive."""
         return min(
             timing.MOST_TRANSFER_SHARE * lost_seconds, self.limit(plan, timing.LEAST_TRANSFER_SHARE * lost_seconds)
         )

@@ -59,7 +59,7 @@ class Troubles:
             self._reported.append((sender, trouble))
 
     def accused(self, plan: Plan) -> dict[str, set[str]]:
-        """Worker that is accused of a lie -> its accusers."""
+        """Return a map: worker that is accused of a lie -> its accusers."""
         accusers: dict[str, set[str]] = {}
         for sender, report in self._reported:
             if report.lie and plan.entry(report.peer) is not None:
@@ -79,7 +79,7 @@ class Troubles:
     def judge_failures(
         self, plan: Plan, shares: Shares, quarrels: "Quarrels", is_majority: Callable[[Collection[str]], bool]
     ) -> Dropped | None:
-        """The workers to leave out of the next attempt; Dropped({}) to try again with all, None to go on.
+        """Return the workers to leave out of the next attempt; Dropped({}) to try again with all, None to go on.
 
         `is_majority`: whether these workers are enough for a plan.
         """
@@ -101,7 +101,7 @@ class Troubles:
         return self._judge_pairs(plan, pairs, quarrels)
 
     def _withheld(self, plan: Plan, what: Withheld) -> dict[str, set[str]]:
-        """Worker that does not send `what` -> the workers that wait for it, as they report."""
+        """Return a map: worker that does not send `what` -> the workers that wait for it, as they report."""
         waiting: dict[str, set[str]] = {}
         for sender, report in self._reported:
             if report.withheld == what and plan.entry(report.peer) is not None and report.peer != self._members.me:
@@ -109,8 +109,8 @@ class Troubles:
         return waiting
 
     def _that_most_miss(self, plan: Plan, what: Withheld) -> str | None:
-        """The worker that more than half of the plan's workers wait for, or this node and another one; None if there is
-        none."""
+        """Find the worker that more than half of the plan's workers wait for, or this node and another one; None if
+        there is none."""
         waiting = self._withheld(plan, what)
         me = self._members.me
         sure = [peer for peer, names in waiting.items() if _are_most(plan, names) or (me in names and len(names) > 1)]
@@ -187,8 +187,8 @@ class Quarrels:
         self._quarrels = {pair: quarrel for pair, quarrel in self._quarrels.items() if not set(pair) <= set(names)}
 
     def left_out(self, names: Sequence[str], sequence: int, is_majority: Callable[[Collection[str]], bool]) -> set[str]:
-        """The workers among `names` that rest in this round. `is_majority`: whether some workers are enough for a
-        plan."""
+        """Return the workers among `names` that rest in this round. `is_majority`: whether some workers are enough for
+        a plan."""
         quarrelling = [
             pair for pair, quarrel in self._quarrels.items() if set(pair) <= set(names) and quarrel.holds(sequence)
         ]
@@ -207,7 +207,7 @@ class Quarrels:
 
 
 def _knots(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """The connected components of the quarrels: no worker is in two knots."""
+    """Find the connected components of the quarrels: no worker is in two knots."""
     rest = sorted(pairs)
     knots = list[list[Pair]]()
     while rest:
@@ -222,7 +222,7 @@ def _knots(pairs: Sequence[Pair]) -> list[list[Pair]]:
 
 
 def _sides(knot: Sequence[Pair], sequence: int) -> list[set[str]]:
-    """The sides of a knot, the one first whose turn to rest it is: each pair has a worker on either side. Only the
+    """Find the sides of a knot, the one first whose turn to rest it is: each pair has a worker on either side. Only the
     fewest workers where two of these quarrel."""
     fewest = _fewest(knot)
     others = {name for pair in knot for name in pair} - fewest
@@ -233,7 +233,8 @@ def _sides(knot: Sequence[Pair], sequence: int) -> list[set[str]]:
 
 
 def _fewest(pairs: Sequence[Pair]) -> set[str]:
-    """The fewest workers of which each pair has one (a vertex cover): the one in most pairs, or all its partners."""
+    """Find the fewest workers of which each pair has one (a vertex cover): the one in most pairs, or all its
+    partners."""
     if not pairs:
         return set()
     counts = Counter(name for pair in pairs for name in pair)

@@ -46,7 +46,7 @@ class LinkFull(LinkError):
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends; packets stay whole, and each end notices the other's death."""
+    """Return two connected ends; packets stay whole, and each end notices the other's death."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

@@ -168,7 +168,7 @@ class SidecarSupervisor:
     # Requests and messages
 
     def new_number(self) -> int:
-        """The number of a new request."""
+        """Return the number of a new request."""
         return next(self._numbers)
 
     def request(self, message: Request) -> "Future[Any]":

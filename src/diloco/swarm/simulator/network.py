@@ -250,7 +250,7 @@ class MemoryTransport(Transport):
         return other
 
     def _dialled(self, peer: str) -> "MemoryTransport | None":
-        """The process that a new connection is to: one that is frozen takes none."""
+        """Return the process that a new connection is to: one that is frozen takes none."""
         other = self.network.peers.get(peer)
         return other.twin if other is not None and other.frozen and other.twin is not None else other
 

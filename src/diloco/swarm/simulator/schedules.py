@@ -94,7 +94,7 @@ class ScheduleResult:
 
 
 def draw(seed: int) -> tuple[int, list[Fault]]:
-    """The number of workers, and the faults in the order of their time."""
+    """Draw the number of workers, and the faults in the order of their time."""
     chance = random.Random(seed)
     workers = chance.randint(3, 5)
     faults = []
@@ -110,7 +110,7 @@ def draw_lies(seed: int, count: int) -> tuple[str, ...]:
 
 
 def lies_of(seed: int, count: int) -> tuple[str, ...]:
-    """One lie of LIES in turn, or several that are drawn from all."""
+    """Draw one lie of LIES in turn, or several that are drawn from all."""
     return (LIES[seed % len(LIES)],) if count == 1 else draw_lies(seed, count)
 
 
@@ -371,7 +371,7 @@ class FaultSchedule:
     # The end
 
     def _last_ended(self) -> int:
-        """The last round that has ended for an honest worker."""
+        """Return the last round that has ended for an honest worker."""
         return max(worker.node.own.ended_round for worker in self._lives.values() if worker.name not in self._liars)
 
     async def _settle(self) -> None:

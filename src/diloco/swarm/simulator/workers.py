@@ -35,7 +35,7 @@ from diloco.swarm.trust.signatures import public_key
 
 
 def date() -> float:
-    """Seconds since 1970 on the virtual clock, for invitations."""
+    """Return seconds since 1970 on the virtual clock, for invitations."""
     return 1_800_000_000.0 + clock.now()
 
 

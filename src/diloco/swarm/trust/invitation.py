@@ -176,7 +176,8 @@ def decode_text(word: str) -> bytes:
 
 
 def read_invitations(given: Sequence[str], now: float | None) -> list[Invitation]:
-    """The invitations that a command was given: words, `-` for standard input, `@FILE`; none: of DILOCO_INVITATION.
+    """Read the invitations that a command was given: words, `-` for standard input, `@FILE`; none: of
+    DILOCO_INVITATION.
 
     Raises ConfigError, also for invitations to different runs and for one that is there twice.
     """
@@ -200,7 +201,7 @@ def is_word(source: str) -> bool:
 
 
 def split_invitations(text: str) -> list[str]:
-    """The invitations in a text, each from its mark on; the whole text if it has no mark."""
+    """Return the invitations in a text, each from its mark on; the whole text if it has no mark."""
     letters = "".join(letter for letter in text if letter.isalnum())
     starts = [mark.start() for mark in re.finditer(rf"{_NAME}(?=\d)", letters, re.IGNORECASE)]
     return [letters[start:end] for start, end in pairwise([*starts, None])] or [text]
@@ -219,7 +220,7 @@ def _text_of(source: str) -> str:
 
 
 def _standard_input() -> str:
-    """The invitation that is pasted or piped to this command."""
+    """Read the invitation that is pasted or piped to this command."""
     if sys.stdin is None or sys.stdin.closed:  # Python has none where the shell has closed it (`<&-`)
         raise ConfigError(
             "the invitation was to come from standard input (-), which is closed: pipe it to the command, or name a "
@@ -236,7 +237,7 @@ def _standard_input() -> str:
 
 
 def _without_mark(text: str) -> str:
-    """The letters and digits after the mark; anything else was added on the way, wherever it stands."""
+    """Return the letters and digits after the mark; anything else was added on the way, wherever it stands."""
     letters = "".join(letter for letter in text if letter.isalnum())
     if not letters:
         raise ConfigError(f"the invitation is empty: paste the whole word that `{command('invite', 'RUN')}` prints")

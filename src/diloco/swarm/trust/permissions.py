@@ -113,7 +113,8 @@ class Permissions:
         self._known.put(peer, credential)
 
     def _verified(self, peer: str, data: bytes) -> Credential:
-        """The credential, if it is valid or expired, the peer is not excluded, and its seat is free or its own."""
+        """Return the credential, if it is valid or expired, the peer is not excluded, and its seat is free or its
+        own."""
         credential = Credential.read(data)
         credential.verify(self.run_public, peer, None)
         self._check_not_excluded(peer, credential)
@@ -192,7 +193,8 @@ class Permissions:
                 self._seats.put(worker.invitation, worker.peer)
 
     def seats_taken(self, without: Collection[str]) -> list[tuple[str, bytes]]:
-        """The workers that are away or banned, and the credentials that prove their seats, to tell a newcomer."""
+        """Return the workers that are away or banned, and the credentials that prove their seats, to tell a
+        newcomer."""
         held = [peer for peer in reversed([*self._bans, *self._known]) if peer not in without and peer != self.peer]
         credentials = [(peer, self.credential_of(peer)) for peer in dict.fromkeys(held)]
         workers = [
@@ -239,7 +241,8 @@ class Permissions:
                 self._passed_on.put(peer, data)
 
     def credential_of(self, peer: str) -> bytes | None:
-        """The credential that a peer has shown, or another has passed on; None: it is not known to be invited."""
+        """Return the credential that a peer has shown, or another has passed on; None: it is not known to be
+        invited."""
         credential = self._credential(peer)
         return self._passed_on.get(peer) if credential is None else credential.data()
 
@@ -257,7 +260,7 @@ class Permissions:
         return credential.role == "worker" and holder in (None, peer)
 
     def invitation_of(self, peer: str) -> str | None:
-        """The id of the invitation that the peer came with, to keep beside its addresses; None: not known."""
+        """Return the id of the invitation that the peer came with, to keep beside its addresses; None: not known."""
         credential = self._credential(peer)
         return None if credential is None else credential.certificate.id
 
@@ -296,7 +299,7 @@ class Permissions:
         return True
 
     def revocations(self) -> list[bytes]:
-        """All signed records, in the same order at every node."""
+        """Return all signed records, in the same order at every node."""
         return sorted(self._revocations)
 
     def revocations_digest(self) -> str:
@@ -369,5 +372,5 @@ class Permissions:
         self._offence_points.drop(peer)
 
     def bans(self) -> dict[str, str]:
-        """The banned peers, each with the reason."""
+        """Return the banned peers, each with the reason."""
         return {peer: self._bans.get(peer) or "" for peer in list(self._bans)}

@@ -49,7 +49,7 @@ class RevokeResult:
 
 
 def swarm_folder(run: Path) -> Path:
-    """The folder RUN/swarm; ConfigError if the run is not of a swarm."""
+    """Return the folder RUN/swarm; ConfigError if the run is not of a swarm."""
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run folder: there is no such folder")
     folder = run / SWARM_FOLDER
@@ -87,7 +87,7 @@ def renewed(folder: Path, invitation: Invitation) -> Invitation:
 
 
 def own_invitation(folder: Path, now: float | None) -> Invitation:
-    """The invitation of this machine's first worker, with the addresses that are known now."""
+    """Return the invitation of this machine's first worker, with the addresses that are known now."""
     own = Invitation.parse(_own_file(folder).read_text(), now)
     if any(record.invitation == own.id for record in revocations(folder, own.run_public)):
         raise ConfigError(
@@ -179,7 +179,7 @@ def revoke(folder: Path, which: str, now: float) -> RevokeResult:
 
 
 def revocations(folder: Path, run_public: bytes) -> list[Revocation]:
-    """The records in the file that the run's key has signed."""
+    """Return the records in the file that the run's key has signed."""
     path = folder / REVOCATIONS_FILE
     records = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
@@ -197,7 +197,8 @@ def _run_key(folder: Path, action: str) -> RunKey:
 
 
 def _own_peers(folder: Path) -> dict[str, str]:
-    """The names of this machine's own workers by peer id, from their keys: peers.json is a cache and may lack them."""
+    """Return the names of this machine's own workers by peer id, from their keys: peers.json is a cache and may lack
+    them."""
     keys = [path for path in folder.glob("*.key") if path.name != RUN_KEY_FILE]
     return {identity.load_or_create(path): path.stem for path in keys}
 
@@ -227,7 +228,8 @@ def _name(peer: KnownPeer) -> str:
 
 
 def _addresses(folder: Path) -> list[str]:
-    """The addresses for an invitation: those of peers met lately, else those of this machine's own invitation."""
+    """Return the addresses for an invitation: those of peers met lately, else those of this machine's own
+    invitation."""
     own = _own(folder)
     revoked = {peer for record in revocations(folder, own.run_public) for peer in record.peers}
     peers = [peer for peer in read_peers(folder / PEERS_FILE) if peer.peer not in revoked]
@@ -255,7 +257,8 @@ def choose_addresses(peers: Iterable[KnownPeer]) -> list[str]:
 
 
 def _best(peer: KnownPeer) -> list[str]:
-    """A peer's addresses, those that most machines can call first; loopback and link-local ones only without others."""
+    """Return a peer's addresses, those that most machines can call first; loopback and link-local ones only without
+    others."""
     ranked = sorted(peer.addresses, key=_distance)
     return [address for address in ranked if _distance(address) < 2] or ranked
 

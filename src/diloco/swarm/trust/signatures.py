@@ -22,7 +22,7 @@ def public_key(seed: bytes) -> bytes:
 
 
 def key_id(public: bytes) -> str:
-    """The name of a run or an invitation, made of its public key: 16 hex digits."""
+    """Compute the name of a run or an invitation, made of its public key: 16 hex digits."""
     return hashlib.sha256(public).hexdigest()[:16]
 
 

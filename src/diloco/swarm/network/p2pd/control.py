@@ -39,7 +39,7 @@ _SIGNS_OF_A_BREAK = ("stream reset", "connection reset")
 
 
 def hivemind_folder() -> Path:
-    """The folder of Hivemind's package, found without importing it.
+    """Find the folder of Hivemind's package without importing it.
 
     Importing it takes seconds, imports torch, and sets logging and fork hooks of its own.
     """
@@ -83,12 +83,12 @@ class DaemonGone(Exception):
 
 
 def was_never_sent(error: DaemonError) -> bool:
-    """The call did not reach the other peer, so that it is safe to send it again."""
+    """Whether the call did not reach the other peer, so that it is safe to send it again."""
     return "failed to dial" in str(error)
 
 
 def is_not_served(error: DaemonError) -> bool:
-    """The other peer runs, but does not answer this protocol: it is of another run, or is still starting."""
+    """Whether the other peer runs, but does not answer this protocol: it is of another run, or is still starting."""
     return _NOT_SERVED in str(error)
 
 
@@ -99,7 +99,7 @@ def is_only_backoff(error: DaemonError) -> bool:
 
 
 def to_unreachable(peer: str, error: DaemonError, *, gone_before: bool) -> Unreachable:
-    """The error in one line. It is `gone` only if every address that p2pd tried says that no peer is there.
+    """Return the error in one line. It is `gone` only if every address that p2pd tried says that no peer is there.
 
     `gone_before` is what the last attempt said, which holds if p2pd did not try this time.
     """
@@ -252,7 +252,7 @@ class Control:
         await self._ask_once("DISCONNECT", disconnect=request)
 
     async def list_peers(self) -> dict[str, list[str]]:
-        """The peers that p2pd is connected to now, and over which addresses."""
+        """Return the peers that p2pd is connected to now, and over which addresses."""
         answer = await self._ask_once("LIST_PEERS")
         return {multiaddr.peer_id_to_text(p.id): [multiaddr.to_text(a) for a in p.addrs] for p in answer.peers}
 

@@ -289,7 +289,7 @@ async def relay_limit(control: Control, relay: str) -> int:
 
 
 def _protobuf_fields(data: bytes) -> dict[int, int | bytes]:
-    """A protobuf message without its schema: numbers and bytes by field number."""
+    """Read a protobuf message without its schema: numbers and bytes by field number."""
     fields: dict[int, int | bytes] = {}
     while data:
         tag, data = multiaddr.take_varint(data)

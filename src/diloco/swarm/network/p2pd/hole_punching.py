@@ -46,7 +46,7 @@ class PunchOrder(msgspec.Struct):
 
 
 def relays_in(addresses: list[str]) -> list[str]:
-    """The relays that these addresses lead through."""
+    """Find the relays that these addresses lead through."""
     before = (address.partition(multiaddr.CIRCUIT)[0] for address in addresses if multiaddr.CIRCUIT in address)
     return list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in before if "/p2p/" in address))
 
@@ -117,7 +117,7 @@ class HolePuncher:
 
 
 def _direct_address(addresses: list[str]) -> str | None:
-    """The address where a connected peer is seen; None if it is connected through a relay only."""
+    """Find the address where a connected peer is seen; None if it is connected through a relay only."""
     for address in addresses:
         ip = multiaddr.ip_of(address)
         if multiaddr.CIRCUIT not in address and "/tcp/" in address and ip is not None and not ip.is_loopback:

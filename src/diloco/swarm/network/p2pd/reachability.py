@@ -53,7 +53,8 @@ class Reachability:
 
 
 def guess_reachability(config: ListenConfig) -> Reachability:
-    """The guess before any peer was asked: public if an address of this machine, or an announced one, is public."""
+    """Return the guess before any peer was asked: public if an address of this machine, or an announced one, is
+    public."""
     if config.guest:
         return Reachability()
     if config.announce:
@@ -66,7 +67,7 @@ def guess_reachability(config: ListenConfig) -> Reachability:
 
 
 def own_addresses() -> list[multiaddr.IpAddress]:
-    """The addresses that this machine would use towards the internet. Nothing is sent."""
+    """Return the addresses that this machine would use towards the internet. Nothing is sent."""
     addresses = []
     for family, target in ((socket.AF_INET, "8.8.8.8"), (socket.AF_INET6, "2001:4860:4860::8888")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -96,7 +97,7 @@ def encode_dial_back(port: int) -> bytes:
 
 
 def decode_dial_back(data: bytes) -> DialBackResult | None:
-    """The result; None if the other peer could not find out, or if its answer is not valid."""
+    """Read the result; None if the other peer could not find out, or if its answer is not valid."""
     try:
         result = msgspec.json.decode(data, type=DialBackResult | None)
         if result is not None:
@@ -263,7 +264,7 @@ class ReachabilityMonitor:
 
 
 def public_addresses(addresses: Iterable[str]) -> list[str]:
-    """The addresses among these that are public and lead to their peer directly."""
+    """Find the addresses among these that are public and lead to their peer directly."""
     return list(dict.fromkeys(a for a in addresses if multiaddr.is_public(a) and multiaddr.CIRCUIT not in a))
 
 

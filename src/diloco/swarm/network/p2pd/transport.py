@@ -69,7 +69,7 @@ COMMON_FLAGS = [
 
 
 def protocol_of(run_id: str) -> str:
-    """The libp2p protocol of a run: peers of other runs do not answer it."""
+    """Return the libp2p protocol of a run: peers of other runs do not answer it."""
     return f"/diloco/{run_id}"
 
 
@@ -129,7 +129,7 @@ class IncomingRequests:
             stream.close()
 
     def track(self, peer: str, sock: socket.socket, *, incoming: bool = False) -> PacedStream:
-        """A stream over this socket, which `close_streams` will close."""
+        """Return a stream over this socket, which `close_streams` will close."""
 
         def on_close() -> None:
             self._open.discard(stream)
@@ -277,7 +277,7 @@ class P2pdTransport(Transport):
         return self._addresses
 
     async def port_and_addresses(self) -> tuple[int, list[str]]:
-        """The port that others would call, and the direct addresses that this machine knows of itself."""
+        """Return the port that others would call, and the direct addresses that this machine knows of itself."""
         async with self._running(self.peer) as control:
             _, addresses = await control.identify()
         direct = [address for address in addresses if "/tcp/" in address and multiaddr.CIRCUIT not in address]
@@ -286,12 +286,12 @@ class P2pdTransport(Transport):
         return next(iter(ports), 0), direct
 
     def known_addresses(self) -> list[str]:
-        """The addresses of this peer's relays and of all peers that it was told to connect to."""
+        """Return the addresses of this peer's relays and of all peers that it was told to connect to."""
         peers = ((peer, self._known.get(peer) or []) for peer in list(self._known))
         return [*self.reachability.relays, *(f"{route}/p2p/{peer}" for peer, routes in peers for route in routes)]
 
     async def connections(self) -> dict[str, list[str]]:
-        """The peers that this one is connected to now, and over which addresses."""
+        """Return the peers that this one is connected to now, and over which addresses."""
         async with self._running(self.peer) as control:
             return await control.list_peers()
 
@@ -383,7 +383,8 @@ class P2pdTransport(Transport):
 
     @contextlib.asynccontextmanager
     async def _running(self, peer: str, seconds: float = timing.DAEMON_ASK_SECONDS) -> AsyncIterator[Control]:
-        """A running p2pd's control, for a request about this peer: its errors become Unreachable and CallRefused."""
+        """Return a running p2pd's control, for a request about this peer: its errors become Unreachable and
+        CallRefused."""
         try:
             async with asyncio.timeout(seconds):
                 async with self._restarting:
