@@ -32,8 +32,11 @@ from diloco.swarm.simulator.workers import NAMES, MemorySwarm, MemoryWorker
 from diloco.swarm.trainer import RoundOutcome
 from measuring import write_results
 
-ROUNDS, NUMEL, ROUND_SECONDS = 8, 4_000, 10.0
+ROUNDS = 8
+ROUND_SECONDS = 10.0
+NUMEL = 4_000
 RATIO = 3.0
+"""The bound on norms, sync.max_norm_ratio."""
 COMMON = torch.randn(NUMEL, generator=torch.Generator().manual_seed(7))
 
 
@@ -43,16 +46,18 @@ def honest(number: int, sequence: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Attack:
+    """What the bad member does, and the swarm's options."""
+
     name: str
     values: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Of what it sends; None: its honest work."""
+    """What the bad member sends in place of its honest work; None: its honest work."""
     options: dict[str, Any] | None = None
-    """Of its post."""
+    """Options of the bad member's post."""
     begin: Callable[[list[MemoryWorker], MemoryWorker], Coroutine[Any, Any, None]] | None = None
-    """Run beside all rounds."""
+    """Runs beside all rounds."""
     posts: bool = True
     first: bool = False
-    """It has number 0, and leads."""
+    """The bad member has number 0, and leads."""
     merge: str = "mean"
 
 
@@ -170,41 +175,56 @@ ATTACKS = (
 
 
 def run(attack: Attack) -> tuple[list[float], Row]:
-    async def story(swarm: MemorySwarm) -> tuple[list[float], Row]:
+    async def simulate_rounds(swarm: MemorySwarm) -> tuple[list[float], Row]:
         workers = await founded(swarm, 5)
         bad = workers.pop(0 if attack.first else 4) if attack.name != "none" else workers[4]
-        beside = None if attack.begin is None else asyncio.create_task(attack.begin(workers, bad))
-        took, errors, agreed, failed, banned = [], [], True, 0, None
+        attack_task = None if attack.begin is None else asyncio.create_task(attack.begin(workers, bad))
+        round_seconds: list[float] = []
+        errors: list[float] = []
+        agreed = True
+        failed = 0
+        banned_after = None
         for sequence in range(ROUNDS):
-            started, lie = clock.now(), None
+            started = clock.now()
+            bad_post = None
             if attack.posts and bad not in workers:
-                lie = asyncio.create_task(post(bad, attack, sequence))
+                bad_post = asyncio.create_task(post(bad, attack, sequence))
                 await asyncio.sleep(0.05)
-            ended = await asyncio.gather(*(post(worker, attack, sequence, good=True) for worker in workers))
-            took.append(clock.now() - started)
-            failed += sum(one.failure is not None for one, _ in ended)
-            means = {mean for one, mean in ended if one.failure is None}
+            outcomes = await asyncio.gather(*(post(worker, attack, sequence, good=True) for worker in workers))
+            round_seconds.append(clock.now() - started)
+            failed += sum(outcome.failure is not None for outcome, _ in outcomes)
+            means = {mean for outcome, mean in outcomes if outcome.failure is None}
             agreed &= len(means) == 1
-            wanted = torch.stack([honest(worker.node.number, sequence) for worker in workers]).mean(0)
-            got = torch.frombuffer(bytearray(next(iter(means))), dtype=torch.float32)[:NUMEL]
-            errors.append(float((got - wanted).norm() / wanted.norm()))
-            if banned is None and all(bad.name in worker.node.permissions.bans() for worker in workers):
-                banned = sequence + 1
-            if lie is not None:
-                lie.cancel()
+            honest_mean = torch.stack([honest(worker.node.number, sequence) for worker in workers]).mean(0)
+            mean_values = torch.frombuffer(bytearray(next(iter(means))), dtype=torch.float32)[:NUMEL]
+            errors.append(float((mean_values - honest_mean).norm() / honest_mean.norm()))
+            if banned_after is None and all(bad.name in worker.node.permissions.bans() for worker in workers):
+                banned_after = sequence + 1
+            if bad_post is not None:
+                bad_post.cancel()
             await asyncio.sleep(ROUND_SECONDS)
-        if beside is not None:
-            beside.cancel()
-        row = Row(attack.name, median(took), max(took), agreed, failed, max(errors), errors[-1], banned)
-        return took, row
+        if attack_task is not None:
+            attack_task.cancel()
+        row = Row(
+            attack.name,
+            median(round_seconds),
+            max(round_seconds),
+            agreed,
+            failed,
+            max(errors),
+            errors[-1],
+            banned_after,
+        )
+        return round_seconds, row
 
-    return told(story, lost_seconds=5.0, beat_seconds=1.0, patience=0.5)  # type: ignore[no-any-return]
+    return told(simulate_rounds, lost_seconds=5.0, beat_seconds=1.0, patience=0.5)  # type: ignore[no-any-return]
 
 
 async def post(
     worker: MemoryWorker, attack: Attack, sequence: int, *, good: bool = False
 ) -> tuple[RoundOutcome, bytes]:
-    values, options = honest(worker.node.number, sequence), {"ratio": RATIO, "merge": attack.merge, "seconds": 600.0}
+    values = honest(worker.node.number, sequence)
+    options = {"ratio": RATIO, "merge": attack.merge, "seconds": 600.0}
     if not good:
         values = values if attack.values is None else attack.values(values)
         options |= attack.options or {}
@@ -220,13 +240,19 @@ def main() -> int:
     rows: list[dict[str, object]] = []
     calm = 0.0
     for attack in ATTACKS:
-        took, row = run(attack)
-        usual = ROUND_SECONDS + median(took)
-        calm = calm or usual
+        round_seconds, row = run(attack)
+        median_seconds = ROUND_SECONDS + median(round_seconds)
+        calm = calm or median_seconds
         row = Row(
-            row.attack, usual / calm, (ROUND_SECONDS + max(took)) / calm, row.agreed, row.failed, row.worst_error,
-            row.last_error, row.banned_after,
-        )  # fmt: skip
+            row.attack,
+            median_seconds / calm,
+            (ROUND_SECONDS + max(round_seconds)) / calm,
+            row.agreed,
+            row.failed,
+            row.worst_error,
+            row.last_error,
+            row.banned_after,
+        )
         rows.append(asdict(row))
         table.add_row(
             row.attack, f"{row.times_calm:.2f}", f"{row.slowest_times_calm:.2f}", "yes" if row.agreed else "no",

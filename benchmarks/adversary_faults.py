@@ -12,7 +12,7 @@ _JOINED_SECONDS = 90.0
 
 
 class NotAsItMustBe(Exception):
-    """What must have happened has not."""
+    """Says what has not happened after a fault, though it must."""
 
 
 def sleep(swarm: Swarm) -> list[Member]:
@@ -39,9 +39,9 @@ def twice(swarm: Swarm) -> list[Member]:
 def founder_gone(swarm: Swarm) -> list[Member]:
     """The founder is killed; a new member joins at another one's addresses."""
     swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
-    word = swarm.invitation(at=1)
+    invitation = swarm.invitation(known_by=1)
     swarm.members[0].kill()
-    swarm.join("late", word)
+    swarm.join("late", invitation)
     return swarm.members[1:]
 
 
@@ -66,12 +66,12 @@ def slow_line(swarm: Swarm) -> list[Member]:
 def cut(swarm: Swarm) -> list[Member]:
     """Two members are cut off until a new one has joined on each side, and for three times `lost_seconds` more."""
     swarm.wait_for_round(swarm.size.attack_from - 1, swarm.members[0])
-    words = [swarm.invitation(at=index) for index in (1, 4)]
+    invitations = [swarm.invitation(known_by=index) for index in (1, 4)]
     _cut(swarm, [0, 1, 2], [3, 4])
-    joiners = [swarm.join("joiner-0", words[0])]
-    _deafen(swarm, 5, [3, 4])
-    joiners.append(swarm.join("joiner-1", words[1]))
-    _deafen(swarm, 6, [0, 1, 2, 5])
+    joiners = [swarm.join("joiner-0", invitations[0])]
+    _block(swarm, 5, [3, 4])
+    joiners.append(swarm.join("joiner-1", invitations[1]))
+    _block(swarm, 6, [0, 1, 2, 5])
     for index in (3, 4, 6):
         swarm.members[index].away = True
     try:
@@ -85,14 +85,14 @@ def cut(swarm: Swarm) -> list[Member]:
     return swarm.members
 
 
-def _cut(swarm: Swarm, some: list[int], others: list[int]) -> None:
+def _cut(swarm: Swarm, first_side: list[int], second_side: list[int]) -> None:
     """Drop all packets between these members."""
-    for here, there in ((some, others), (others, some)):
-        for one in here:
-            _deafen(swarm, one, there)
+    for side, other_side in ((first_side, second_side), (second_side, first_side)):
+        for member in side:
+            _block(swarm, member, other_side)
 
 
-def _deafen(swarm: Swarm, one: int, others: list[int]) -> None:
+def _block(swarm: Swarm, member: int, senders: list[int]) -> None:
     """Drop what comes from these members: no connection with them can be made, nor goes on."""
     assert swarm.net is not None
-    swarm.net.block(f"m{one}", f"{{ {', '.join(swarm.places[other] for other in others)} }}")
+    swarm.net.block(f"m{member}", f"{{ {', '.join(swarm.places[sender] for sender in senders)} }}")

@@ -36,23 +36,30 @@ from adversary_run import Figures, Member, Size, Swarm, figures
 from measuring import RESULTS, results_path, write_results
 from support.swarm.networks import internet, missing
 
-MOST_TIMES, MOST_LOSS, MOST_ROUNDS = 2.0, 0.02, 5
+MOST_TIMES = 2.0
+"""A round may take this many times a calm one."""
+MOST_LOSS = 0.02
+"""The final loss may be this much off that of the calm run."""
+MOST_ROUNDS = 5
+"""Rounds after which a proved liar must be named and out."""
 MOST_CALLS = 1000
 """To the third party that 10,000 invented members are said to be; one call of each honest member to each is 40,000."""
 
 
 @dataclass(frozen=True)
 class Row:
+    """An attack or a fault, with the run in which it happens."""
+
     name: str
     attack: str = ""
     """A function of benchmarks/attacks."""
     proved: bool = False
-    """It must be named, and out within five rounds."""
+    """The bad member must be named, and out within MOST_ROUNDS rounds."""
     options: tuple[str, ...] = ()
     late: bool = False
     """The last honest member joins when the attack has begun."""
     early: bool = False
-    """It attacks from its first word on: the others do not wait for it at the start."""
+    """The bad member attacks from its first message on: the others do not wait for it at the start."""
     leads: bool = False
     """The bad one has founded the run, and leads it."""
     fault: Callable[[Swarm], list[Member]] | None = None
@@ -63,7 +70,7 @@ class Row:
     """Members wait for the bad one, for multiples of `lost_seconds`."""
     members: int = 5
     bad: int = 1
-    """So many of them attack, in the same way; the figures are about the first of them."""
+    """How many of them attack, in the same way; the figures are about the first of them."""
 
     @property
     def long(self) -> bool:
@@ -123,7 +130,7 @@ ROWS = (
 
 @contextmanager
 def third_party() -> Iterator[tuple[int, list[float]]]:
-    """A port of a machine that has nothing to do with the run; the moments of connections to it."""
+    """Yield a port of a machine that has nothing to do with the run, and the times of connections to it."""
     calls: list[float] = []
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as server:
 
@@ -141,7 +148,7 @@ def third_party() -> Iterator[tuple[int, list[float]]]:
 
 
 def run(row: Row, size: Size, folder: Path, cache: Path) -> tuple[Figures, dict[str, Any]]:
-    """The figures of the honest, and what else is to be told."""
+    """Run a row. Returns the figures of the honest members, and other facts about the run."""
     started = time.monotonic()
     with ExitStack() as stack:
         port, calls = stack.enter_context(third_party())
@@ -156,41 +163,42 @@ def run(row: Row, size: Size, folder: Path, cache: Path) -> tuple[Figures, dict[
         if row.late:
             swarm.wait_for_round(size.attack_from, swarm.members[0])
             swarm.join("late")
-        problem, good = "", [member for member in swarm.members if not member.bad]
+        problem = ""
+        expected_to_finish = [member for member in swarm.members if not member.bad]
         try:
-            good = good if row.fault is None else row.fault(swarm)
-            swarm.wait(lambda: all(member.code is not None for member in good))
+            expected_to_finish = expected_to_finish if row.fault is None else row.fault(swarm)
+            swarm.wait(lambda: all(member.code is not None for member in expected_to_finish))
         except (TimeoutError, NotAsItMustBe) as reason:
             problem = str(reason)
         bad = next((member for member in swarm.members if member.bad), None)
-        told = figures(good, bad, size)
-        ends = [member.output[-800:] for member in good if member.code != 0]
-    more = {"problem": problem, "ends": ends, "seconds": time.monotonic() - started, "third_party": len(calls)}
-    more["load"] = os.getloadavg()[0]  # of the machine; five members alone make about 5
-    return told, more
+        measured = figures(expected_to_finish, bad, size)
+        ends = [member.output[-800:] for member in expected_to_finish if member.code != 0]
+    run_facts = {"problem": problem, "ends": ends, "seconds": time.monotonic() - started, "third_party": len(calls)}
+    run_facts["load"] = os.getloadavg()[0]  # of the machine; five members alone make about 5
+    return measured, run_facts
 
 
-def faults(row: Row, told: Figures, calm: Figures, size: Size, more: dict[str, Any]) -> list[str]:
-    """What is not as it must be."""
-    found = [more["problem"]] if more["problem"] else []
-    if any(code != 0 for code in told.codes):
-        found.append(f"an honest member ended with {told.codes}")
-    if told.rounds < (size.rounds if not (row.late or row.fault) else 1):
-        found.append(f"{told.rounds} rounds of {size.rounds}")
-    if not told.digests_equal:
-        found.append("honest members differ")
-    if told.honest_banned:
-        found.append(f"an honest member is banned: {told.honest_banned[0]}")
-    if not abs(told.loss / calm.loss - 1) <= MOST_LOSS:
-        found.append(f"the loss is off by {told.loss / calm.loss - 1:+.1%}")
-    if told.longest_seconds > MOST_TIMES * calm.round_seconds:
-        found.append(f"a round took {told.longest_seconds / calm.round_seconds:.1f} times the usual")
-    for what, after in (("named", told.named_after), ("out", told.out_after)):
-        if row.proved and (after is None or after > MOST_ROUNDS):
-            found.append(f"the bad one is not {what} in time")
-    if more["third_party"] > MOST_CALLS:
-        found.append(f"{more['third_party']} connections to a third party")
-    return found
+def faults(row: Row, measured: Figures, calm: Figures, size: Size, run_facts: dict[str, Any]) -> list[str]:
+    """List what is not as it must be."""
+    faults_found = [run_facts["problem"]] if run_facts["problem"] else []
+    if any(code != 0 for code in measured.codes):
+        faults_found.append(f"an honest member ended with {measured.codes}")
+    if measured.rounds < (size.rounds if not (row.late or row.fault) else 1):
+        faults_found.append(f"{measured.rounds} rounds of {size.rounds}")
+    if not measured.digests_equal:
+        faults_found.append("honest members differ")
+    if measured.honest_banned:
+        faults_found.append(f"an honest member is banned: {measured.honest_banned[0]}")
+    if not abs(measured.loss / calm.loss - 1) <= MOST_LOSS:
+        faults_found.append(f"the loss is off by {measured.loss / calm.loss - 1:+.1%}")
+    if measured.longest_seconds > MOST_TIMES * calm.round_seconds:
+        faults_found.append(f"a round took {measured.longest_seconds / calm.round_seconds:.1f} times the usual")
+    for event, rounds_after in (("named", measured.named_after), ("out", measured.out_after)):
+        if row.proved and (rounds_after is None or rounds_after > MOST_ROUNDS):
+            faults_found.append(f"the bad one is not {event} in time")
+    if run_facts["third_party"] > MOST_CALLS:
+        faults_found.append(f"{run_facts['third_party']} connections to a third party")
+    return faults_found
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -215,10 +223,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         named, out = ("" if row[key] is None else f"{row[key]} rounds" for key in ("named_after", "out_after"))
-        equal = "equal" if row["digests_equal"] else "**differ**"
-        usual = "" if row["usual_times"] is None else f"{row['usual_times']:.2f} "
+        digests = "equal" if row["digests_equal"] else "**differ**"
+        usual_times = "" if row["usual_times"] is None else f"{row['usual_times']:.2f} "
         loss = "" if row["loss_change"] is None else f"{row['loss_change']:+.1%}"
-        cells = [row["row"], f"{usual}({row['longest_times']:.2f})", equal, loss, named, out]
+        cells = [row["row"], f"{usual_times}({row['longest_times']:.2f})", digests, loss, named, out]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -231,61 +239,67 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="a folder to leave the run folders and logs in")
     for name, value in asdict(Size()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    given = parser.parse_args()
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no member is left behind
-    size = Size(**{name: getattr(given, name) for name in asdict(Size())})
-    wanted = [word for word in given.only.split(",") if word]
-    named = [row for row in ROWS[1:] if not wanted or any(word in row.name for word in wanted)]
+    size = Size(**{name: getattr(options, name) for name in asdict(Size())})
+    words = [word for word in options.only.split(",") if word]
+    wanted_rows = [row for row in ROWS[1:] if not words or any(word in row.name for word in words)]
     calm = [row for row in ROWS if not row.attack and row.fault is None]  # of each length and number of members
-    wanted_calm = [one for one in calm[1:] if any((r.long, r.members) == (one.long, one.members) for r in named)]
-    chosen = [ROWS[0], *wanted_calm, *(row for row in named if row not in calm)]
-    if given.rows:
+    calm_rows = [
+        row
+        for row in calm[1:]
+        if any((wanted_row.long, wanted_row.members) == (row.long, row.members) for wanted_row in wanted_rows)
+    ]
+    rows_to_run = [ROWS[0], *calm_rows, *(row for row in wanted_rows if row not in calm)]
+    if options.rows:
         print("\n".join(row.name for row in ROWS))
         return 0
-    if given.markdown:
+    if options.markdown:
         for path in sorted(RESULTS.glob("adversary-real-*.json")):
-            told = json.loads(path.read_text())
-            print(f"{told['machine']['processor']}, {told['machine']['cores']} cores:\n\n{markdown(told['results'])}\n")
+            content = json.loads(path.read_text())
+            machine = content["machine"]
+            print(f"{machine['processor']}, {machine['cores']} cores:\n\n{markdown(content['results'])}\n")
         return 0
-    if wanted and not named and not any(word in "calm" for word in wanted):
-        parser.error(f"--only {given.only}: no such row; --rows names them")
+    if words and not wanted_rows and not any(word in "calm" for word in words):
+        parser.error(f"--only {options.only}: no such row; --rows names them")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.keep or Path(temporary)
-        rows = measure(chosen, size, folder)
+        folder = options.keep or Path(temporary)
+        rows = measure(rows_to_run, size, folder)
     show(rows)
     print(f"written: {results_path('adversary-real').name}")
     return 1 if any(row["faults"] for row in rows) else 0
 
 
-def measure(chosen: list[Row], short: Size, folder: Path) -> list[dict[str, Any]]:
-    """The first row is calm, and so is the first one with long rounds."""
+def measure(rows_to_run: list[Row], short: Size, folder: Path) -> list[dict[str, Any]]:
+    """Run the rows, and hold each against the calm run of its length and number of members, which comes first."""
     rows: list[dict[str, Any]] = []
     calm_runs = dict[tuple[bool, int], Figures]()
-    for index, row in enumerate(chosen):
+    for index, row in enumerate(rows_to_run):
         if row.lines and (reason := missing()):
             print(f"{row.name}: not run, {reason}")
             continue
-        place = folder / f"{index}-{row.attack or 'run'}"
-        place.mkdir(parents=True)
+        run_folder = folder / f"{index}-{row.attack or 'run'}"
+        run_folder.mkdir(parents=True)
         size = short.longer(calm_runs[False, 5]) if row.long else short
-        told, more = run(row, size, place, folder / "cache")
-        calm = calm_runs.setdefault((row.long, row.members), told)
-        made = {"row": row.name, **asdict(told), "loss_change": told.loss / calm.loss - 1}
-        made |= {"usual_times": told.round_seconds / calm.round_seconds}
-        made |= {"longest_times": told.longest_seconds / calm.round_seconds, **more, "size": asdict(size)}
-        rows.append(made | {"faults": faults(row, told, calm, size, more)})
+        measured, run_facts = run(row, size, run_folder, folder / "cache")
+        calm = calm_runs.setdefault((row.long, row.members), measured)
+        result = {"row": row.name, **asdict(measured), "loss_change": measured.loss / calm.loss - 1}
+        result |= {"usual_times": measured.round_seconds / calm.round_seconds}
+        result |= {"longest_times": measured.longest_seconds / calm.round_seconds, **run_facts, "size": asdict(size)}
+        rows.append(result | {"faults": faults(row, measured, calm, size, run_facts)})
         save(rows)
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
 def save(rows: list[dict[str, Any]]) -> None:
-    """These rows, and those of earlier runs that were not run again."""
+    """Write these rows, and those of earlier runs that were not run again."""
     path = results_path("adversary-real")
     earlier = json.loads(path.read_text())["results"] if path.exists() else []
-    new, order = {row["row"] for row in rows}, [row.name for row in ROWS]
-    kept = [row for row in earlier if row["row"] not in new and row["row"] in order] + rows
-    write_results("adversary-real", sorted(kept, key=lambda row: order.index(row["row"])))
+    new_names = {row["row"] for row in rows}
+    order = [row.name for row in ROWS]
+    kept_rows = [row for row in earlier if row["row"] not in new_names and row["row"] in order] + rows
+    write_results("adversary-real", sorted(kept_rows, key=lambda row: order.index(row["row"])))
 
 
 if __name__ == "__main__":

@@ -137,9 +137,9 @@ class World:
 
     def _in_rounds(self, until: float) -> None:
         """Each worker trains to the end of its turn; the next one begins for all when the last has come."""
-        now = 0.0
-        while now < until:
-            ends = [(now, worker) for worker in range(len(SECONDS))]
+        round_started = 0.0
+        while round_started < until:
+            ends = [(round_started, worker) for worker in range(len(SECONDS))]
             heapq.heapify(ends)
             arrived: list[float] = []
             while ends:
@@ -153,7 +153,7 @@ class World:
                     heapq.heappush(ends, (time + SECONDS[worker], worker))
             for optimizer in self.optimizers:
                 optimizer.merge()
-            now = max(arrived)
+            round_started = max(arrived)
 
     def _finish(self, way: Way) -> None:
         if way.asynchronous:
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results, by momentum")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    data, found = text(), {}
+    data, results_by_way = text(), {}
     table = Table("way", "inner steps of all", "outer steps", "validation loss", "seeds")
     for name in options.ways:
         way, losses = WAYS[name], []
@@ -192,10 +192,10 @@ def main() -> None:
             world.run(way, options.seconds)
             losses.append(world.loss())
         steps = sum(optimizer.loop.state.steps_taken for optimizer in world.optimizers)
-        found[name] = {"losses": losses, "inner_steps": steps, "outer_steps": world.optimizers[0].rounds}
-        told = " ".join(f"{loss:.3f}" for loss in losses)
-        table.add_row(name, str(steps), str(world.optimizers[0].rounds), f"{statistics.fmean(losses):.3f}", told)
-        print(name, told, flush=True)
+        results_by_way[name] = {"losses": losses, "inner_steps": steps, "outer_steps": world.optimizers[0].rounds}
+        losses_text = " ".join(f"{loss:.3f}" for loss in losses)
+        table.add_row(name, str(steps), str(world.optimizers[0].rounds), f"{statistics.fmean(losses):.3f}", losses_text)
+        print(name, losses_text, flush=True)
     Console().print(table)
     if options.save:
         setting = {
@@ -207,7 +207,7 @@ def main() -> None:
         }
         write_results(
             f"asynchronous-{options.momentum:g}",
-            {**setting, "momentum": options.momentum, "bytes_of_text": len(data), "ways": found},
+            {**setting, "momentum": options.momentum, "bytes_of_text": len(data), "ways": results_by_way},
         )
 
 

@@ -69,16 +69,16 @@ def curve(task: tuple[Case, int], text: str, device: str) -> list[tuple[int, flo
     """Return (step, validation loss) up to STEPS: an arm that is stopped there leaves its curve in its checkpoint."""
     case, seed = task
     torch.set_num_threads(1)
-    taken = 0
+    step = 0
 
     def follow(progress: Progress) -> None:
-        nonlocal taken
-        taken = progress.step
+        nonlocal step
+        step = progress.step
 
     corpus = Texts(text, text, SCALES[case.scale]).open("text")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "arm.safetensors"
-        saving = ArmCheckpoint(path, math.inf, stop=lambda: taken >= STEPS)
+        saving = ArmCheckpoint(path, math.inf, stop=lambda: step >= STEPS)
         try:
             simulate(case.arm(), seed, corpus, device, on_progress=follow, checkpoint=saving)
         except Interrupted:
@@ -93,15 +93,15 @@ def main() -> int:
     parser.add_argument("--text", required=True, help="a data.source, or the folder of a prepared corpus")
     parser.add_argument("--processes", type=int, default=1, help="how many share the device")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args()
+    options = parser.parse_args()
     tasks = [(case, TUNING_SEED + index) for case in CASES for index in range(case.seeds)]
     rows = []
-    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        curves = pool.imap(partial(curve, text=given.text, device=given.device), tasks)
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        curves = pool.imap(partial(curve, text=options.text, device=options.device), tasks)
         for (case, seed), losses in zip(tasks, curves, strict=True):
             print(case, seed, *(f"{step}: {loss:.3f}" for step, loss in losses), flush=True)
             rows.append({**vars(case), "seed": seed, "curve": losses})
-    name = torch.cuda.get_device_name() if given.device == "cuda" else None
+    name = torch.cuda.get_device_name() if options.device == "cuda" else None
     print(f"written: {write_results('beginnings', {'of_steps': OF_STEPS, 'runs': rows}, device=name).name}")
     return 0
 

@@ -121,8 +121,8 @@ def run(network: str, case: Case, syncs: int) -> Row:
         workers = [_start(task | {"rank": rank}, rank) for rank in (0, 1)]
         for worker in workers:
             _wait(worker, f"{network}, {case.name}")
-        seen = [json.loads(result_path(folder, rank).read_text()) for rank in (0, 1)]
-    return _row(network, case, syncs, seen, load)
+        measured = [json.loads(result_path(folder, rank).read_text()) for rank in (0, 1)]
+    return _row(network, case, syncs, measured, load)
 
 
 def _start(task: dict[str, Any], rank: int) -> "subprocess.Popen[str]":
@@ -132,32 +132,34 @@ def _start(task: dict[str, Any], rank: int) -> "subprocess.Popen[str]":
     )
 
 
-def _wait(worker: "subprocess.Popen[str]", what: str) -> None:
+def _wait(worker: "subprocess.Popen[str]", case_name: str) -> None:
     try:
         _, errors = worker.communicate(timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
         worker.kill()
         _, errors = worker.communicate()
     if worker.returncode:
-        raise SystemExit(f"{what}: a worker gave no result\n{errors[-3000:]}")
+        raise SystemExit(f"{case_name}: a worker gave no result\n{errors[-3000:]}")
 
 
-def _row(network: str, case: Case, syncs: int, seen: list[dict[str, Any]], load: float) -> Row:
-    sent = [one["sent"][-1][1] - one["sent"][0][1] for one in seen]
-    with_, without = ([step for one in seen for step in one[name]] for name in ("steps_with_transfer", "steps_without"))
+def _row(network: str, case: Case, syncs: int, measured: list[dict[str, Any]], load: float) -> Row:
+    sent_by_worker = [worker["sent"][-1][1] - worker["sent"][0][1] for worker in measured]
+    steps_with_transfer, steps_without = (
+        [step for worker in measured for step in worker[name]] for name in ("steps_with_transfer", "steps_without")
+    )
     return Row(
         network,
         case.name,
         syncs,
-        max((one["seconds"] - one["inner_seconds"]) / syncs for one in seen),
-        max(one["thread_seconds"] / syncs for one in seen),
-        min(one["inner_seconds"] / one["seconds"] for one in seen),
-        max(one["cpu_seconds"] / syncs for one in seen),
-        max(sent) / syncs,
-        max(_most_within(one["sent"], WINDOW_SECONDS) for one in seen),
-        max(_most_within(one["sent"], SHORT_SECONDS) for one in seen),
-        _middle(with_) if case.busy else None,
-        _middle(without) if case.busy else None,
+        max((worker["seconds"] - worker["inner_seconds"]) / syncs for worker in measured),
+        max(worker["thread_seconds"] / syncs for worker in measured),
+        min(worker["inner_seconds"] / worker["seconds"] for worker in measured),
+        max(worker["cpu_seconds"] / syncs for worker in measured),
+        max(sent_by_worker) / syncs,
+        max(_most_within(worker["sent"], WINDOW_SECONDS) for worker in measured),
+        max(_most_within(worker["sent"], SHORT_SECONDS) for worker in measured),
+        _middle(steps_with_transfer) if case.busy else None,
+        _middle(steps_without) if case.busy else None,
         load,
     )
 
@@ -166,13 +168,13 @@ def _middle(values: list[float]) -> float | None:
     return sorted(values)[len(values) // 2] if values else None
 
 
-def _most_within(sent: list[list[float]], seconds: float) -> float:
+def _most_within(samples: list[list[float]], seconds: float) -> float:
     """The most bytes of any such window of the samples (time, bytes so far)."""
     most, first = 0.0, 0
-    for time_, total in sent:
-        while sent[first][0] < time_ - seconds:
+    for time_, total in samples:
+        while samples[first][0] < time_ - seconds:
             first += 1
-        most = max(most, total - sent[first][1])
+        most = max(most, total - samples[first][1])
     return most
 
 
@@ -207,22 +209,24 @@ def print_table(rows: list[Row]) -> None:
 def _with_earlier(rows: list[Row]) -> list[dict[str, Any]]:
     """With the cases that an earlier run has measured on such a machine, and this one has left out."""
     path, measured = results_path("blocking"), {(row.network, row.case) for row in rows}
-    before = json.loads(path.read_text())["results"] if path.exists() else []
-    return [row for row in before if (row["network"], row["case"]) not in measured] + [asdict(row) for row in rows]
+    earlier = json.loads(path.read_text())["results"] if path.exists() else []
+    return [row for row in earlier if (row["network"], row["case"]) not in measured] + [asdict(row) for row in rows]
 
 
 def print_markdown() -> None:
     """What is in the results of this machine, as docs/methods.md shows it."""
-    seen = {(row["network"], row["case"]): row for row in json.loads(results_path("blocking").read_text())["results"]}
+    row_by_case = {
+        (row["network"], row["case"]): row for row in json.loads(results_path("blocking").read_text())["results"]
+    }
     near, far, _ = NETWORKS
     print("| | blocked s | utilisation | thread s | load | blocked s with 50 ms each way | utilisation |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for case in dict.fromkeys(case for network, case in seen if network in (near, far)):
+    for case in dict.fromkeys(case for network, case in row_by_case if network in (near, far)):
         cells = []
-        for network, more in ((near, True), (far, False)):
-            row = seen.get((network, case))
+        for network, shows_thread in ((near, True), (far, False)):
+            row = row_by_case.get((network, case))
             cells += [f"{row['blocked_seconds']:.3f}", f"{row['utilization']:.1%}"] if row else ["", ""]
-            if more:
+            if shows_thread:
                 cells += [f"{row['thread_seconds']:.3f}", f"{row['load']:.1f}"] if row else ["", ""]
         print(f"| {case} | {' | '.join(cells)} |")
 

@@ -171,15 +171,15 @@ def _swarm_engine(task: Task) -> Any:
     host = ADDRESSES[task.rank]
     engine = SwarmEngine(Settings(str(folder), "worker-0", founder=task.rank == 0, host=host, patience=1000.0))
     if task.rank == 0:
-        until(lambda: any(one.addresses for one in engine.status().members))
-        addresses = [address for one in engine.status().members for address in one.addresses]
+        until(lambda: any(member.addresses for member in engine.status().members))
+        addresses = [address for member in engine.status().members for address in member.addresses]
         write_private(shared, invite(key, addresses, 3600.0, time.time()).text())
     return engine
 
 
-def until(there: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_SECONDS
-    while not there():
+    while not condition():
         if time.monotonic() > deadline:
             raise SystemExit("the other worker did not come")
         time.sleep(0.05)
@@ -233,9 +233,9 @@ def measure(task: Task) -> Seen:
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     model = build_model(task.size)
     inner = EmulatedSteps(list(model.parameters()), task)
-    seen, stop = Seen(), threading.Event()
+    measured, stop = Seen(), threading.Event()
     with (torchft if task.engine == "torchft" else ours)(task, model, inner) as step:
-        sampler = threading.Thread(target=sample, args=(seen.sent, stop), daemon=True)
+        sampler = threading.Thread(target=sample, args=(measured.sent, stop), daemon=True)
         for number in range(task.num_inner_steps * (task.syncs + 1)):
             if number == task.num_inner_steps:
                 for times in (inner.seconds, inner.with_transfer, inner.without):
@@ -244,14 +244,14 @@ def measure(task: Task) -> Seen:
                 inner.thread_seconds = 0.0
                 started, cpu_started, thread_started = time.perf_counter(), time.process_time(), time.thread_time()
             step()
-        seen.seconds = time.perf_counter() - started
-        seen.cpu_seconds = time.process_time() - cpu_started
-        seen.thread_seconds = time.thread_time() - thread_started - inner.thread_seconds
+        measured.seconds = time.perf_counter() - started
+        measured.cpu_seconds = time.process_time() - cpu_started
+        measured.thread_seconds = time.thread_time() - thread_started - inner.thread_seconds
         stop.set()
         sampler.join()
-        seen.steps, seen.inner_seconds = len(inner.seconds), sum(inner.seconds)
-        seen.steps_with_transfer, seen.steps_without = inner.with_transfer, inner.without
-    return seen
+        measured.steps, measured.inner_seconds = len(inner.seconds), sum(inner.seconds)
+        measured.steps_with_transfer, measured.steps_without = inner.with_transfer, inner.without
+    return measured
 
 
 def main() -> None:

@@ -91,17 +91,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    own = own_seconds(5 if quick else 20)
+    own_work = own_seconds(5 if quick else 20)
     alone, extra = training_seconds(10 if quick else 60)
     table = Table(title=f"DiLoCo outside rounds, tiny preset, batch {BATCH}, one torch thread")
     for heading in ("", "median", "low", "high", "share of a training step"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for name, spread in (("training step", alone), ("DiLoCo, direct", own), ("DiLoCo, paired (quartiles)", extra)):
+    for name, spread in (("training step", alone), ("DiLoCo, direct", own_work), ("DiLoCo, paired (quartiles)", extra)):
         numbers = [f"{value * 1e6:,.1f} µs" for value in (spread.median, spread.low, spread.high)]
         table.add_row(name, *numbers, f"{spread.median / alone.median:.3%}")
     Console(width=max(100, Console().width)).print(table)
-    shares = {"direct_share": own.median / alone.median, "direct_share_high": own.high / alone.median}
-    results = {"training_step": asdict(alone), "direct": asdict(own), "paired": asdict(extra), **shares}
+    shares = {"direct_share": own_work.median / alone.median, "direct_share_high": own_work.high / alone.median}
+    results = {"training_step": asdict(alone), "direct": asdict(own_work), "paired": asdict(extra), **shares}
     print(f"written: {write_results('bookkeeping', results).name}")
     if shares["direct_share"] >= MAX_SHARE:
         print(f"target missed: {shares['direct_share']:.3%} of a training step, not below {MAX_SHARE:.1%}")

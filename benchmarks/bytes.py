@@ -45,10 +45,10 @@ def over_gloo(size: str, cases: list[str]) -> list[Row]:
     rows = []
     for case in cases:
         measured = run(case, size, 3, {})
-        sent = max(count for worker in measured for count in worker.bytes_sent[1:])
+        sent_bytes = max(count for worker in measured for count in worker.bytes_sent[1:])
         reported = [count for worker in measured for count in worker.bytes_reported]
-        told = max(reported) / parameters if reported else None
-        rows.append(Row("gloo", case, parameters, sent / parameters, told))
+        reported_per_parameter = max(reported) / parameters if reported else None
+        rows.append(Row("gloo", case, parameters, sent_bytes / parameters, reported_per_parameter))
         show(rows[-1])
     return rows
 
@@ -57,13 +57,13 @@ def over_swarm(parameters: int, codecs: list[str]) -> list[Row]:
     from swarm_cases import one_round
 
     with tempfile.TemporaryDirectory() as folder:
-        measured = one_round(Path(folder), parameters, codecs, 2)
+        measured_rows = one_round(Path(folder), parameters, codecs, 2)
     rows = []
-    for one in measured:
-        reported = one["reported_bytes"]
-        assert isinstance(one["loopback_bytes"], float)
-        told = float(reported) if isinstance(reported, float) else None
-        rows.append(Row("swarm", str(one["case"]), parameters, one["loopback_bytes"], told))
+    for row in measured_rows:
+        reported = row["reported_bytes"]
+        assert isinstance(row["loopback_bytes"], float)
+        reported_per_parameter = float(reported) if isinstance(reported, float) else None
+        rows.append(Row("swarm", str(row["case"]), parameters, row["loopback_bytes"], reported_per_parameter))
         show(rows[-1])
     return rows
 
@@ -87,9 +87,9 @@ def enter_namespace() -> int:
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         print("this benchmark counts bytes in a network namespace: it needs `unshare` and `ip`, and Linux")
         return 2
-    again = [sys.executable, *sys.argv]
-    start = ["unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *again]
-    return subprocess.run(start, env={**os.environ, _INSIDE: "1"}, check=False).returncode
+    command = [sys.executable, *sys.argv]
+    in_namespace = ["unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
+    return subprocess.run(in_namespace, env={**os.environ, _INSIDE: "1"}, check=False).returncode
 
 
 def main() -> int:
@@ -98,20 +98,20 @@ def main() -> int:
     parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
     parser.add_argument("--size", choices=("10.5M", "50M"), default="10.5M")
     parser.add_argument("--without-torchft", action="store_true")
-    given = parser.parse_args()
-    if "gloo" in given.only and not given.without_torchft and importlib.util.find_spec("torchft") is None:
+    options = parser.parse_args()
+    if "gloo" in options.only and not options.without_torchft and importlib.util.find_spec("torchft") is None:
         print("torchft is not installed: `make bench` installs it (the extra 'bench'), or add --without-torchft")
         return 2
     if _INSIDE not in os.environ:
         return enter_namespace()
     rows: list[Row] = []
-    if "gloo" in given.only:
+    if "gloo" in options.only:
         from sync_sides import TORCHFT
 
-        theirs = [] if given.without_torchft else [TORCHFT]
-        rows += over_gloo(given.size, [f"ours {name}" for name in given.codecs] + theirs)
-    if "swarm" in given.only:
-        rows += over_swarm({"10.5M": 10_500_000, "50M": 50_000_000}[given.size], given.codecs)
+        torchft_cases = [] if options.without_torchft else [TORCHFT]
+        rows += over_gloo(options.size, [f"ours {name}" for name in options.codecs] + torchft_cases)
+    if "swarm" in options.only:
+        rows += over_swarm({"10.5M": 10_500_000, "50M": 50_000_000}[options.size], options.codecs)
     print(f"written: {write_results('bytes', [asdict(row) for row in rows]).name}")
     missed = missed_targets(rows)
     for target in missed:

@@ -35,6 +35,8 @@ from support.swarm.processes import Workers
 
 @dataclass(frozen=True)
 class Outcome:
+    """What was done in a chaos run, and what came of it."""
+
     faults: list[str]
     loss: float
     calm_loss: float
@@ -50,7 +52,7 @@ class Outcome:
 
 
 def outcome(plan: Plan, folder: Path, *, loopback: bool) -> Outcome:
-    """The whole run, and the calm one beside it."""
+    """Run the whole chaos, and the calm run beside it."""
     times = {"lost_seconds": plan.lost_seconds, "beat_seconds": plan.lost_seconds / 5}
     with ExitStack() as stack:
         net = None if loopback else stack.enter_context(internet())
@@ -59,7 +61,9 @@ def outcome(plan: Plan, folder: Path, *, loopback: bool) -> Outcome:
         chaos.begin()
         chaos.run()
         chaos.read()
-        chronicle, sorts, seconds = chaos.chronicle, chaos.sorts, time.monotonic() - chaos.started
+        chronicle = chaos.chronicle
+        sorts = chaos.sorts
+        seconds = time.monotonic() - chaos.started
     calm_loss, _ = calm(plan.workers, plan.rounds)
     losses = chronicle.losses(sorts.finishing)
     loss = max(losses, default=float("nan"))
@@ -71,26 +75,28 @@ def outcome(plan: Plan, folder: Path, *, loopback: bool) -> Outcome:
     )
 
 
-def show(told: Outcome) -> None:
+def show(run_outcome: Outcome) -> None:
     console = Console(width=max(100, Console().width))
     table = Table(title="what was done")
     for name in ("second", "after round", "deed"):
         table.add_column(name, justify="left" if name == "deed" else "right")
-    for second, after, deed in told.done:
-        table.add_row(f"{second:.1f}", str(after), deed)
+    for second, sequence, deed in run_outcome.done:
+        table.add_row(f"{second:.1f}", str(sequence), deed)
     console.print(table)
     table = Table(title="what came of it")
     table.add_column("")
     table.add_column("", justify="right")
-    for name, count in told.counts.items():
+    for name, count in run_outcome.counts.items():
         table.add_row(name, str(count))
-    late = ", ".join(f"{life}: {missed}" for life, missed in told.joins.items())
+    late = ", ".join(f"{life}: {missed}" for life, missed in run_outcome.joins.items())
     table.add_row("rounds that a joiner missed after it had the state", late)
-    table.add_row("longest time between two rounds", f"{told.longest_pause:.1f} s")
-    table.add_row("loss, calm run's, ratio", f"{told.loss:.4f}, {told.calm_loss:.4f}, {told.ratio:.4f}")
-    table.add_row("seconds", f"{told.seconds:.0f}")
+    table.add_row("longest time between two rounds", f"{run_outcome.longest_pause:.1f} s")
+    table.add_row(
+        "loss, calm run's, ratio", f"{run_outcome.loss:.4f}, {run_outcome.calm_loss:.4f}, {run_outcome.ratio:.4f}"
+    )
+    table.add_row("seconds", f"{run_outcome.seconds:.0f}")
     console.print(table)
-    for fault in told.faults:
+    for fault in run_outcome.faults:
         console.print(f"FAULT: {fault}", highlight=False)
 
 
@@ -101,21 +107,30 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="16 rounds, and workers are lost sooner")
     parser.add_argument("--loopback", action="store_true", help="all workers at 127.0.0.1: no root, and no cuts")
     parser.add_argument("--keep", type=Path, help="a folder to leave the workers' logs and stories in")
-    given = parser.parse_args()
-    if given.rounds < FEWEST_ROUNDS:
-        parser.error(f"--rounds {given.rounds} must be at least {FEWEST_ROUNDS}: there is a lot to do")
-    if not given.loopback and (reason := missing()):
+    options = parser.parse_args()
+    if options.rounds < FEWEST_ROUNDS:
+        parser.error(f"--rounds {options.rounds} must be at least {FEWEST_ROUNDS}: there is a lot to do")
+    if not options.loopback and (reason := missing()):
         parser.error(f"no cut of a network can be made: {reason}; or --loopback, without cuts")
-    plan = short(given.seed) if given.short else Plan(given.rounds, given.seed, 5.0, 0.05)
+    plan = short(options.seed) if options.short else Plan(options.rounds, options.seed, 5.0, 0.05)
     print(f"rounds {plan.rounds}, seed {plan.seed}")
     with tempfile.TemporaryDirectory() as folder:
-        told = outcome(plan, given.keep or Path(folder), loopback=given.loopback)
-    show(told)
-    if not given.short:
-        kept = {"rounds": plan.rounds, "seed": plan.seed, "loss": told.loss, "calm_loss": told.calm_loss}
-        more = {"counts": told.counts, "joins": told.joins, "seconds": told.seconds, "faults": told.faults}
-        print(f"written: {write_results('chaos', kept | more | {'longest_pause': told.longest_pause}).name}")
-    return 1 if told.faults else 0
+        run_outcome = outcome(plan, options.keep or Path(folder), loopback=options.loopback)
+    show(run_outcome)
+    if not options.short:
+        results = {
+            "rounds": plan.rounds,
+            "seed": plan.seed,
+            "loss": run_outcome.loss,
+            "calm_loss": run_outcome.calm_loss,
+            "counts": run_outcome.counts,
+            "joins": run_outcome.joins,
+            "seconds": run_outcome.seconds,
+            "faults": run_outcome.faults,
+            "longest_pause": run_outcome.longest_pause,
+        }
+        print(f"written: {write_results('chaos', results).name}")
+    return 1 if run_outcome.faults else 0
 
 
 if __name__ == "__main__":

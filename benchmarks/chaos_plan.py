@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 MOST_LOSS = 1.021
-"""Times the calm run's."""
+"""The final loss may be this many times that of the calm run."""
 FEWEST_ROUNDS = 16
 _CERTAIN = [
     *("nan", "huge", "greedy", "changing", "join", "cut", "stranger", "copy", "kill the first", "freeze and copy"),
@@ -18,6 +18,8 @@ _MORE = [
 
 @dataclass(frozen=True)
 class Plan:
+    """The size of a chaos run, and its deeds."""
+
     rounds: int
     seed: int
     lost_seconds: float
@@ -30,11 +32,11 @@ class Plan:
     most_loss: float = MOST_LOSS
 
     def deeds(self) -> dict[int, list[str]]:
-        """The kinds, by round. What must be seen comes for certain and first, the rest as the dice fall."""
-        chance = random.Random(self.seed)
-        quiet = max(6, self.rounds // 4)  # at the end, so that a worker whose sidecar was killed is back before it
-        slots = list(range(0, self.rounds - quiet, self.every))
-        kinds = _CERTAIN + chance.choices(_MORE, k=max(0, len(slots) - len(_CERTAIN)))
+        """Draw the kinds of deeds, by round. Those that every run must have come first; the others are random."""
+        generator = random.Random(self.seed)
+        quiet_rounds = max(6, self.rounds // 4)  # so that a worker whose sidecar was killed is back before the end
+        slots = list(range(0, self.rounds - quiet_rounds, self.every))
+        kinds = _CERTAIN + generator.choices(_MORE, k=max(0, len(slots) - len(_CERTAIN)))
         deeds: dict[int, list[str]] = {}
         for index, kind in enumerate(kinds):
             deeds.setdefault(slots[index % len(slots)], []).append(kind)

@@ -18,8 +18,10 @@ from support.swarm.processes import Worker, Workers
 _POLL_SECONDS = 0.1
 _START_SECONDS = 120.0
 _SLOWNESS = 3.0
-_FEWEST, _MOST = 2, 5
-"""Honest workers: none is hurt when there are no more than these, none joins when there are so many."""
+_FEWEST = 2
+"""No honest worker is hurt when there are no more than these."""
+_MOST = 5
+"""No honest worker joins when there are so many."""
 _ROUNDS_TO_RETURN = 10  # before the last one
 _AT_ONCE = 2
 """Deeds after one round. None while the network is cut, so that a majority is left."""
@@ -67,12 +69,12 @@ class Chaos:
         self.read()
 
     def read(self) -> None:
-        """What the workers have written down until now."""
+        """Read what the workers have written down until now."""
         self.chronicle = Chronicle([self._story(life.name) for life in self.lives])
 
     @property
     def sorts(self) -> Lives:
-        """A worker that came too late to begin before the end has nothing to finish."""
+        """The workers by kind. One that came too late to begin before the end has nothing to finish."""
         begun = {line["life"] for line in self.chronicle.of("start")}
         liars = [life.name for life in self.lives if life.machine in ("nan", "huge")]
         return Lives(
@@ -103,7 +105,7 @@ class Chaos:
         return life
 
     def join(self, machine: str, lie: str = "") -> str:
-        """A worker that trains as soon as it can."""
+        """Start a worker that trains as soon as it can."""
         life = self.start(machine, lie=lie)
         life.worker.say("go")
         return life.name
@@ -115,7 +117,7 @@ class Chaos:
         return task.life
 
     def copy(self, original: Life) -> Life:
-        """A second process with the identity of a worker, as from a copied run folder."""
+        """Start a second process with the identity of a worker, as from a copied run folder."""
         machine = f"copy-{len(self.lives)}"
         shutil.copytree(self.workers.folder / original.machine / "swarm", self.workers.folder / machine / "swarm")
         life = self.start(machine)
@@ -123,13 +125,14 @@ class Chaos:
         return life
 
     def copy_live(self, original: Life) -> str:
-        """It must be refused."""
+        """Start a copy of a worker that lives; it must be refused."""
         life = self.copy(original)
-        life.honest, life.copy_of = False, original.machine
+        life.honest = False
+        life.copy_of = original.machine
         return f"{life.name} has the identity of {original.name}"
 
     def freeze_and_copy(self, original: Life) -> str:
-        """The copy must take the place of a worker that is frozen until the copy trains, and keep it then."""
+        """Freeze a worker until a copy of it trains; the copy must take its place, and keep it then."""
         original.worker.freeze()
         original.doomed = original.replaced = True
         life = self.copy(original)
@@ -137,7 +140,7 @@ class Chaos:
         return f"SIGSTOP for {original.name}; {life.name} has its identity"
 
     def begin(self) -> None:
-        """The first workers; the first of all founds the run, the second is the slow one."""
+        """Start the first workers: the first of all founds the run, the second is the slow one."""
         self.start("founder").worker.hear(_START_SECONDS)
         self.start("slow")
         for index in range(2, self.plan.workers):
@@ -151,7 +154,7 @@ class Chaos:
     # Deeds
 
     def at_peace(self) -> list[Life]:
-        """Honest workers that were in one of the last rounds, and have a sidecar: others may lack the state."""
+        """List the honest workers that were in one of the last rounds and have a sidecar: others may lack the state."""
         ended = self.chronicle.ended()
         rounds = [line for line in self.chronicle.of("round") if line["failure"] is None]
         begun = {line["life"] for line in rounds if line["round"] > ended - _RECENT}
@@ -171,35 +174,36 @@ class Chaos:
         running = {life.machine for life in self.lives if life.worker.alive}
         doomed = [life.machine for life in self.lives if life.honest and life.doomed and not life.replaced]
         gone = [machine for machine in dict.fromkeys(doomed) if machine not in running]
-        what = ""
+        text = ""
         match kind:
             case "nan" | "huge":
-                what = f"{self.join(kind, lie=kind)} joins, and sends {'NaN' if kind == 'nan' else '1e30'}"
+                text = f"{self.join(kind, lie=kind)} joins, and sends {'NaN' if kind == 'nan' else '1e30'}"
             case "greedy":
-                what = f"{self.join(kind, lie=kind)} joins, and claims five rounds of work in every round"
+                text = f"{self.join(kind, lie=kind)} joins, and claims five rounds of work in every round"
             case "changing":
-                what = f"{self.join(kind, lie=kind)} joins, and changes its lie from round to round"
+                text = f"{self.join(kind, lie=kind)} joins, and changes its lie from round to round"
             case "cut" if self.workers.net is not None and len(at_peace) >= _FEWEST_CUT:
-                what = self.cut()
+                text = self.cut()
             case "stranger":
-                what = f"{self.intrude()} comes without an invitation"
+                text = f"{self.intrude()} comes without an invitation"
             case "copy" if originals:
-                what = self.copy_live(self.chance.choice(originals))
+                text = self.copy_live(self.chance.choice(originals))
             case "freeze and copy" if victims:
-                what = self.freeze_and_copy(self.chance.choice(victims))
+                text = self.freeze_and_copy(self.chance.choice(victims))
             case "liar returns" if not any(life.worker.alive for life in self.lives if life.machine == "nan"):
-                what = f"{self.join('nan', lie='nan')} wants to come back"
+                text = f"{self.join('nan', lie='nan')} wants to come back"
             case "join" if len(at_peace) < _MOST:
-                what = f"{self.join(f'machine-{len(self.lives)}')} joins"
+                text = f"{self.join(f'machine-{len(self.lives)}')} joins"
             case "return" if gone:
-                what = f"{self.join(self.chance.choice(gone))} comes back to life"
+                text = f"{self.join(self.chance.choice(gone))} comes back to life"
             case "kill the first":
-                what = self.hurt("kill", self.lives[0])
+                text = self.hurt("kill", self.lives[0])
             case "kill" | "freeze" | "freeze and thaw" | "sleep" | "sidecar" | "p2pd" if victims:
-                what = self.hurt(kind, self.chance.choice(victims))
-        second, what = time.monotonic() - self.started, what or f"({kind}: not now)"
-        self.done.append((second, ended, what))
-        print(f"{second:.1f} s, after round {ended}: {what}", flush=True)
+                text = self.hurt(kind, self.chance.choice(victims))
+        second = time.monotonic() - self.started
+        text = text or f"({kind}: not now)"
+        self.done.append((second, ended, text))
+        print(f"{second:.1f} s, after round {ended}: {text}", flush=True)
 
     def hurt(self, kind: str, victim: Life) -> str:
         match kind:
@@ -223,15 +227,16 @@ class Chaos:
         return f"SIGKILL for the {kind} of {victim.name}"
 
     def cut(self) -> str:
-        """The network splits for a while: some machines, fewer than half, against the others."""
+        """Split the network for a while: some machines, fewer than half, against the others."""
         assert self.workers.net is not None
-        there = list(dict.fromkeys(life.machine for life in self.lives if life.worker.alive))
-        self.chance.shuffle(there)
-        few = self.chance.randint(1, (len(there) - 1) // 2)
+        machines = list(dict.fromkeys(life.machine for life in self.lives if life.worker.alive))
+        self.chance.shuffle(machines)
+        num_cut_off = self.chance.randint(1, (len(machines) - 1) // 2)
         seconds = self.plan.lost_seconds * self.chance.uniform(0.5, 3.0)
-        self.sides, self.heals_at = [there[:few], there[few:]], time.monotonic() + seconds
+        self.sides = [machines[:num_cut_off], machines[num_cut_off:]]
+        self.heals_at = time.monotonic() + seconds
         self.workers.net.cut(self.sides)
-        return f"{' and '.join(there[:few])} cut off from all others, for {seconds:.1f} s"
+        return f"{' and '.join(machines[:num_cut_off])} cut off from all others, for {seconds:.1f} s"
 
     def _heal(self) -> None:
         if self.sides and (time.monotonic() > self.heals_at or self._ends_soon()):
@@ -243,20 +248,22 @@ class Chaos:
 
     def run(self) -> None:
         deeds = self.plan.deeds()
-        ended, moved = -1, time.monotonic()
+        ended = -1
+        last_progress = time.monotonic()
         while not self._over():
             time.sleep(_POLL_SECONDS)
             self.read()
             self._thaw()
             self._heal()
-            now = self.chronicle.ended()
-            if now > ended:
-                self.due += [kind for number in range(ended + 1, now + 1) for kind in deeds.get(number, ())]
+            newest = self.chronicle.ended()
+            if newest > ended:
+                self.due += [kind for number in range(ended + 1, newest + 1) for kind in deeds.get(number, ())]
                 for _ in range(0 if self.sides else min(_AT_ONCE, len(self.due))):
                     time.sleep(self.chance.uniform(0.0, H * self.plan.step_seconds / 2))
-                    self.do(self.due.pop(0), now)
-                ended, moved = now, time.monotonic()
-            elif time.monotonic() - moved > self.plan.round_seconds:
+                    self.do(self.due.pop(0), newest)
+                ended = newest
+                last_progress = time.monotonic()
+            elif time.monotonic() - last_progress > self.plan.round_seconds:
                 raise SystemExit(
                     f"hang: no round has ended for {self.plan.round_seconds:g} s after round {ended}; "
                     f"these have not ended: {self._waiting()}"
@@ -272,14 +279,14 @@ class Chaos:
             self.waiting_copies.pop(name).worker.thaw()
 
     def _ends_soon(self) -> bool:
-        """A worker that wakes when the others have come to the end, and are gone, could only go on alone."""
+        """Whether the end is near: a worker that wakes when the others are gone could only go on alone."""
         return self.chronicle.ended() > self.plan.rounds - _ROUNDS_TO_RETURN
 
     def _over(self) -> bool:
         return not self._waiting()
 
     def _waiting(self) -> list[str]:
-        """Workers that must come to the end and have not, and strangers without an answer yet."""
+        """List the workers that must come to the end and have not, and strangers without an answer yet."""
         sorts = self.sorts
         answered = {line["life"] for line in self.chronicle.of("error")}
         expected = sorts.finishing | (sorts.strangers - answered) | sorts.replaced

@@ -66,33 +66,33 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure_work(name: str, elements: int, workers: int) -> Work:
-    used = codec(name)
-    means = used.for_means
-    vector = EncodedVector(used, PartLayout(elements))
+    codec_used = codec(name)
+    means = codec_used.for_means
+    vector = EncodedVector(codec_used, PartLayout(elements))
     values = torch.randn(elements)
     encode = seconds(lambda: vector.encode(0, values))
     parts, width = vector.data.shape
-    part = vector.layout.part_elements
-    own = parts // workers
-    mean = torch.empty(parts, means.part_bytes(part), dtype=torch.uint8)
-    contributions = [vector.data[:own]] * workers
-    reduce = seconds(lambda: reduce_parts(used, contributions, [1.0] * workers, part, mean[:own]))
-    reduce_parts(used, [vector.data] * 2, [1.0] * 2, part, mean)
-    sent, got = vector.data.view(-1).numpy().data, mean.view(-1).numpy().data
-    share = sent[: own * width]
-    sign = projections.signs(hashlib.sha256().digest(), part)
+    part_elements = vector.layout.part_elements
+    own_parts = parts // workers
+    mean = torch.empty(parts, means.part_bytes(part_elements), dtype=torch.uint8)
+    contributions = [vector.data[:own_parts]] * workers
+    reduce = seconds(lambda: reduce_parts(codec_used, contributions, [1.0] * workers, part_elements, mean[:own_parts]))
+    reduce_parts(codec_used, [vector.data] * 2, [1.0] * 2, part_elements, mean)
+    sent_bytes, mean_bytes = vector.data.view(-1).numpy().data, mean.view(-1).numpy().data
+    own_share = sent_bytes[: own_parts * width]
+    sign = projections.signs(hashlib.sha256().digest(), part_elements)
     in_round = (
-        seconds(lambda: merkle.root(merkle.leaves(sent, width)))
-        + (workers - 1) * seconds(lambda: merkle.leaves(share, width))
-        + seconds(lambda: RangeDigest(len(got) // parts).add(got))
+        seconds(lambda: merkle.root(merkle.leaves(sent_bytes, width)))
+        + (workers - 1) * seconds(lambda: merkle.leaves(own_share, width))
+        + seconds(lambda: RangeDigest(len(mean_bytes) // parts).add(mean_bytes))
     )
-    beside = seconds(lambda: projections.project(used, sent, parts, sign)) + seconds(
-        lambda: projections.project_mean(means, got, parts, sign)
+    beside = seconds(lambda: projections.project(codec_used, sent_bytes, parts, sign)) + seconds(
+        lambda: projections.project_mean(means, mean_bytes, parts, sign)
     )
-    others = workers - 1
-    traffic = 2 * others * own * (width + len(got) // parts)  # parts and means, there and back
-    numbers = 2 * 4 * parts * others
-    return Work(name, len(sent), encode, reduce, in_round, beside, numbers / traffic)
+    num_others = workers - 1
+    traffic = 2 * num_others * own_parts * (width + len(mean_bytes) // parts)  # parts and means, there and back
+    numbers_bytes = 2 * 4 * parts * num_others
+    return Work(name, len(sent_bytes), encode, reduce, in_round, beside, numbers_bytes / traffic)
 
 
 def show_work(rows: list[Work], elements: int, workers: int) -> None:
@@ -106,8 +106,8 @@ def show_work(rows: list[Work], elements: int, workers: int) -> None:
 
 
 def show_rounds(rows: list[Checked], line: str) -> None:
-    where = "the loopback device" if line == LOOPBACK else f"lines of {line} Mbit/s"
-    print(f"rounds of {rows[0].workers} workers on {where}, {rows[0].elements / 1e6:g} million elements")
+    network = "the loopback device" if line == LOOPBACK else f"lines of {line} Mbit/s"
+    print(f"rounds of {rows[0].workers} workers on {network}, {rows[0].elements / 1e6:g} million elements")
     print(f"{'codec':6} {'MB':>6} {'s':>6} {'without':>8} {'of sync':>8} {'of round':>9} {'CPU s':>6} {'without':>8}")
     for row in rows:
         print(
@@ -118,12 +118,12 @@ def show_rounds(rows: list[Checked], line: str) -> None:
 
 
 def above_target(results: dict[str, Any], rounds: dict[str, list[Checked]]) -> list[str]:
-    told = [
+    above = [
         f"{row['codec']}: checking takes {row['share_of_bytes']:.2%} of the bytes"
         for row in results.get("cpu", ())
         if row["share_of_bytes"] > MOST_BYTES
     ]
-    return told + [
+    return above + [
         f"{line}, {row.codec}: checking takes {row.share(INNER_SECONDS):.1%} of a round"
         for line, rows in rounds.items()
         for row in rows
@@ -139,18 +139,20 @@ def main() -> int:
     parser.add_argument("--codecs", default="fp32,fp16,int8,int4,e3m0", help="of cpu")
     parser.add_argument("--peers", type=int, default=2, help="workers of the rounds")
     parser.add_argument("--repeats", type=int, default=10, help="rounds of each kind")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     path, rounds = results_path("checking"), dict[str, list[Checked]]()
     results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
-    if "cpu" in given.only:
-        work = [measure_work(name, given.elements, given.workers) for name in given.codecs.split(",")]
-        show_work(work, given.elements, given.workers)
+    if "cpu" in options.only:
+        work = [measure_work(name, options.elements, options.workers) for name in options.codecs.split(",")]
+        show_work(work, options.elements, options.workers)
         results["cpu"] = [asdict(row) for row in work]
-    for line in (one for one in given.only if one != "cpu"):
+    for line in (selected for selected in options.only if selected != "cpu"):
         mbits = None if line == LOOPBACK else int(line)
         with tempfile.TemporaryDirectory() as folder:
-            rounds[line] = checked_rounds(Path(folder), 50_000_000, given.peers, ["fp16", "int4"], given.repeats, mbits)
+            rounds[line] = checked_rounds(
+                Path(folder), 50_000_000, options.peers, ["fp16", "int4"], options.repeats, mbits
+            )
         show_rounds(rounds[line], line)
         shares = [{"of_sync": row.share(), "of_round": row.share(INNER_SECONDS)} for row in rounds[line]]
         results[line] = [asdict(row) | share for row, share in zip(rounds[line], shares, strict=True)]

@@ -49,27 +49,27 @@ def measure(model_name: str, device: torch.device, folder: Path) -> dict[str, An
         return time.perf_counter() - started
 
     step()
-    quiet = statistics.median(step() for _ in range(STEPS))
-    held, beside, ends = [], [], []
+    quiet_seconds = statistics.median(step() for _ in range(STEPS))
+    held_seconds, seconds_beside, seconds_to_close = [], [], []
     for number in range(1, SAVES + 1):
         started = time.perf_counter()
         store.save(number, number, state, {})
         step()
-        held.append(time.perf_counter() - started - quiet)
-        beside += [step() for _ in range(STEPS)]
+        held_seconds.append(time.perf_counter() - started - quiet_seconds)
+        seconds_beside += [step() for _ in range(STEPS)]
         started = time.perf_counter()
         store.close()
-        ends.append(time.perf_counter() - started)
+        seconds_to_close.append(time.perf_counter() - started)
     assert store.failed == 0
     return {
         "model": model_name,
         "bytes": events[-1]["bytes"],
-        "step_seconds": quiet,
-        "first_save_holds_up_seconds": held[0],
-        "save_holds_up_seconds": statistics.median(held[1:]),
-        "step_while_writing_seconds": statistics.median(beside),
+        "step_seconds": quiet_seconds,
+        "first_save_holds_up_seconds": held_seconds[0],
+        "save_holds_up_seconds": statistics.median(held_seconds[1:]),
+        "step_while_writing_seconds": statistics.median(seconds_beside),
         "seconds_to_disk": [event["seconds"] for event in events],
-        "waited_at_the_end_seconds": ends,
+        "waited_at_the_end_seconds": seconds_to_close,
     }
 
 
@@ -78,14 +78,14 @@ def main() -> None:
     parser.add_argument("--model", default="150m")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="where to write (default: the place of temporary files)")
-    given = parser.parse_args()
-    if given.device == "cuda":
+    options = parser.parse_args()
+    if options.device == "cuda":
         check_cuda("use --device cpu")
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        results = measure(given.model, torch.device(given.device), Path(folder))
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        results = measure(options.model, torch.device(options.device), Path(folder))
     for key, value in results.items():
         print(key, value)
-    device = torch.cuda.get_device_name() if given.device == "cuda" else None
+    device = torch.cuda.get_device_name() if options.device == "cuda" else None
     print(write_results("checkpoints", results, device=device))
 
 

@@ -103,8 +103,8 @@ def cases(groups: list[str], workers: list[int]) -> Iterator[Case]:
         if "means" in groups:
             if "codecs" not in groups:
                 yield from _with_and_without_feedback("topk", k, AVERAGING)
-            for made in (DenseMean, ForgottenMean, RememberedTopK):
-                yield Case("means", made.name, k, AVERAGING, {"codec": made.name, "error_feedback": True})
+            for variant in (DenseMean, ForgottenMean, RememberedTopK):
+                yield Case("means", variant.name, k, AVERAGING, {"codec": variant.name, "error_feedback": True})
     if "prune" in groups:
         for reading in READINGS:
             for fraction in (0.25, 0.5, 0.75):
@@ -152,7 +152,7 @@ class Run:
         RememberedTopK.reducer = RememberingMean()
         pruning.prune_ = READINGS[case.reading or "magnitude"]
         result = simulate(self.arm(case), self.seed, self.corpus, self.setting.device, how="stacked")
-        ratio = max(one.norm_ratio or 0.0 for one in result.statistics)
+        ratio = max(row.norm_ratio or 0.0 for row in result.statistics)
         return Result(case, self.seed, result.loss, result.curve[0][1], ratio, time.monotonic() - started)
 
 
@@ -182,21 +182,33 @@ class Row:
 
 def summarise(results: list[Result]) -> list[Row]:
     by_case: dict[str, dict[int, Result]] = {}
-    for one in results:
-        by_case.setdefault(json.dumps(asdict(one.case)), {})[one.seed] = one
+    for result in results:
+        by_case.setdefault(json.dumps(asdict(result.case)), {})[result.seed] = result
     exact = {
-        (one.case.workers, one.case.outer, one.seed): one.loss for one in results if one.case.sync == {"codec": "fp32"}
+        (result.case.workers, result.case.outer, result.seed): result.loss
+        for result in results
+        if result.case.sync == {"codec": "fp32"}
     }
     rows = []
     for runs in by_case.values():
         ordered = [runs[seed] for seed in sorted(runs)]
         case = ordered[0].case
-        exact_of = {one.seed: exact.get((case.workers, case.outer, one.seed)) for one in ordered}
-        apart = [one.loss - base for one in ordered if (base := exact_of[one.seed]) is not None]
-        if not apart:  # the run with fp32 was not reached in time
+        exact_of = {result.seed: exact.get((case.workers, case.outer, result.seed)) for result in ordered}
+        differences = [
+            result.loss - exact_loss for result in ordered if (exact_loss := exact_of[result.seed]) is not None
+        ]
+        if not differences:  # the run with fp32 was not reached in time
             continue
-        change = math.expm1(statistics.mean(apart))
-        rows.append(Row(case, [one.loss for one in ordered], apart, change, max(one.norm_ratio for one in ordered)))
+        change = math.expm1(statistics.mean(differences))
+        rows.append(
+            Row(
+                case,
+                [result.loss for result in ordered],
+                differences,
+                change,
+                max(result.norm_ratio for result in ordered),
+            )
+        )
     return sorted(rows, key=lambda row: (row.case.workers, row.case.group, row.case.outer, row.case.reading))
 
 
@@ -204,10 +216,10 @@ def show(rows: list[Row]) -> None:
     for row in rows:
         case = row.case
         name = f"{case.reading} {case.name}".strip()
-        apart = " ".join(f"{one:+.4f}" for one in row.against_fp32)
+        differences = " ".join(f"{difference:+.4f}" for difference in row.against_fp32)
         print(
             f"k={case.workers} {case.group:7} {case.outer:17} {name:34} loss {statistics.mean(row.losses):.4f}  "
-            f"vs fp32 {apart}  ppl {row.perplexity_change:+.2%}  norm ratio {row.norm_ratio:.2f}"
+            f"vs fp32 {differences}  ppl {row.perplexity_change:+.2%}  norm ratio {row.norm_ratio:.2f}"
         )
 
 
@@ -225,16 +237,20 @@ def main() -> int:
     parser.add_argument("--H", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--processes", type=int, default=3, help="at least one for each seed")
-    given = parser.parse_args()
-    corpus = prepare(DataConfig(source=given.source, vocab_size=MODELS[given.device].vocab_size))
-    setting = Setting(str(corpus.folder), given.device, given.pretraining, given.steps, given.H, given.batch_size)
-    todo = list(cases(given.groups, given.workers))
+    options = parser.parse_args()
+    corpus = prepare(DataConfig(source=options.source, vocab_size=MODELS[options.device].vocab_size))
+    setting = Setting(
+        str(corpus.folder), options.device, options.pretraining, options.steps, options.H, options.batch_size
+    )
+    todo = list(cases(options.groups, options.workers))
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    shares = max(1, given.processes // given.seeds)
-    tasks = [(seed, todo[part::shares]) for seed in range(given.seeds) for part in range(shares)]
-    ends = time.time() + given.seconds
-    processes = [context.Process(target=work, args=(setting, seed, part, ends, queue)) for seed, part in tasks]
+    shares = max(1, options.processes // options.seeds)
+    tasks = [(seed, todo[todo_part::shares]) for seed in range(options.seeds) for todo_part in range(shares)]
+    ends = time.time() + options.seconds
+    processes = [
+        context.Process(target=work, args=(setting, seed, todo_part, ends, queue)) for seed, todo_part in tasks
+    ]
     for process in processes:
         process.start()
     results: list[Result] = []
@@ -244,20 +260,22 @@ def main() -> int:
                 process.kill()
             raise SystemExit("a process failed; its error is above")
         with suppress(Empty):
-            one = queue.get(timeout=0.5)
-            results.append(one)
-            print(f"{len(results)}/{len(todo) * given.seeds} {one.case.name} k={one.case.workers} {one.seconds:.0f} s")
+            result = queue.get(timeout=0.5)
+            results.append(result)
+            print(
+                f"{len(results)}/{len(todo) * options.seeds} {result.case.name} k={result.case.workers} {result.seconds:.0f} s"
+            )
     rows = summarise(results)
     show(rows)
-    name = torch.cuda.get_device_name() if given.device == "cuda" else None
+    name = torch.cuda.get_device_name() if options.device == "cuda" else None
     described = asdict(setting) | {
-        "corpus": given.source,
+        "corpus": options.source,
         "tokens": sum(corpus.meta.shard_tokens),
-        "parameters": MODELS[given.device].num_parameters(),
-        "seeds": given.seeds,
+        "parameters": MODELS[options.device].num_parameters(),
+        "seeds": options.seeds,
     }
     report = {"setting": described, "rows": [asdict(row) for row in rows]}
-    print(f"written: {write_results(given.name, report, device=name).name}")
+    print(f"written: {write_results(options.name, report, device=name).name}")
     return 0
 
 

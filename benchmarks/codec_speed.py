@@ -54,21 +54,21 @@ def timed(work: Callable[[], object], device: torch.device, repeats: int) -> Spr
     return Spread.of(seconds)
 
 
-def measure(made: Codec, numel: int, device: torch.device, repeats: int, copied: float | None) -> Row:
+def measure(measured_codec: Codec, numel: int, device: torch.device, repeats: int, copy_rate: float | None) -> Row:
     """`copied`: bytes a second that this device reads and writes when it copies."""
-    part = PartLayout(numel).part_elements
-    values = torch.randn(numel // part, part, device=device) * 1e-3
-    data = torch.empty(len(values), made.part_bytes(part), dtype=torch.uint8, device=device)
+    part_elements = PartLayout(numel).part_elements
+    values = torch.randn(numel // part_elements, part_elements, device=device) * 1e-3
+    data = torch.empty(len(values), measured_codec.part_bytes(part_elements), dtype=torch.uint8, device=device)
     out = torch.empty_like(values)
-    step = max(1, (numel if device.type == "cuda" else span_elements(device)) // part)
+    step = max(1, (numel if device.type == "cuda" else span_elements(device)) // part_elements)
     spans = [slice(first, first + step) for first in range(0, len(values), step)]
-    encode = timed(lambda: [made.encode(values[span], data[span]) for span in spans], device, repeats)
-    decode = timed(lambda: [made.decode(data[span], out[span]) for span in spans], device, repeats)
+    encode = timed(lambda: [measured_codec.encode(values[span], data[span]) for span in spans], device, repeats)
+    decode = timed(lambda: [measured_codec.decode(data[span], out[span]) for span in spans], device, repeats)
     on_gpu = device.type == "cuda"
     seconds = encode.median + decode.median if on_gpu else encode.low + decode.low
-    needed = 2 * (values.nbytes + data.nbytes)
-    share = None if copied is None else needed / seconds / copied
-    return Row(made.name, data.nbytes / values.numel(), encode, decode, values.nbytes / seconds / 1e9, share)
+    moved_bytes = 2 * (values.nbytes + data.nbytes)
+    share = None if copy_rate is None else moved_bytes / seconds / copy_rate
+    return Row(measured_codec.name, data.nbytes / values.numel(), encode, decode, values.nbytes / seconds / 1e9, share)
 
 
 def copy_rate(device: torch.device) -> float:
@@ -91,14 +91,18 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
-    given = parser.parse_args()
-    if given.device == "cuda":
+    options = parser.parse_args()
+    if options.device == "cuda":
         check_cuda("use --device cpu")
-    device = torch.device(given.device)
+    device = torch.device(options.device)
     torch.set_num_threads(1)
-    numel, copied = (1 << 24, None) if device.type == "cpu" else (1 << 28, copy_rate(device))
-    every = {made.name: made for name in given.codecs for made in (codec(name), codec(name).for_means)}
-    rows = [measure(made, numel, device, given.repeats, copied) for made in every.values()]
+    numel, copy_bytes_per_second = (1 << 24, None) if device.type == "cpu" else (1 << 28, copy_rate(device))
+    codecs_by_name = {
+        variant.name: variant for name in options.codecs for variant in (codec(name), codec(name).for_means)
+    }
+    rows = [
+        measure(variant, numel, device, options.repeats, copy_bytes_per_second) for variant in codecs_by_name.values()
+    ]
     for row in rows:
         share = "" if row.bandwidth_share is None else f"  {row.bandwidth_share:5.0%} of the bandwidth"
         print(
@@ -106,7 +110,7 @@ def main() -> int:
             f"decode {row.decode_seconds.median * 1e3:8.2f} ms in the median  {row.gb_per_second:8.2f} GB/s{share}"
         )
     name = torch.cuda.get_device_name() if device.type == "cuda" else None
-    results = {"values": numel, "copy_bytes_per_second": copied, "codecs": [asdict(row) for row in rows]}
+    results = {"values": numel, "copy_bytes_per_second": copy_bytes_per_second, "codecs": [asdict(row) for row in rows]}
     print(f"written: {write_results('codec-speed', results, device=name).name}")
     missed = missed_targets(rows, device)
     for target in missed:

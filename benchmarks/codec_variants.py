@@ -42,11 +42,11 @@ class RememberingMean(TopKMean):
     def encode(self, values: Tensor, out: Tensor) -> None:
         if self._left_out is None or self._left_out.shape != values.shape:
             self._left_out = torch.zeros_like(values)
-        whole = values + 0.95 * self._left_out
-        super().encode(whole, out)
+        corrected = values + 0.95 * self._left_out
+        super().encode(corrected, out)
         decoded = torch.empty_like(values)
         self.decode(out, decoded)
-        self._left_out = whole - decoded
+        self._left_out = corrected - decoded
 
 
 class RememberedTopK(TopK):
@@ -60,7 +60,7 @@ class RememberedTopK(TopK):
         self.for_means = self.reducer
 
 
-CODECS.update({made.name: made for made in (DenseMean, ForgottenMean, RememberedTopK)})
+CODECS.update({variant.name: variant for variant in (DenseMean, ForgottenMean, RememberedTopK)})
 
 
 def by_sign(rows: Tensor, fraction: float) -> None:
@@ -78,8 +78,8 @@ def by_sign_largest(rows: Tensor, fraction: float) -> None:
     count = int(fraction * rows.shape[1])
     elected = rows.sum(dim=1, keepdim=True).sign()
     sizes = rows.abs()
-    most = sizes.amax(dim=1, keepdim=True)
-    order = torch.where(rows.sign() == elected, sizes + 2 * most, most - sizes)
+    largest = sizes.amax(dim=1, keepdim=True)
+    order = torch.where(rows.sign() == elected, sizes + 2 * largest, largest - sizes)
     if count:
         rows.masked_fill_(order <= order.kthvalue(count, dim=1, keepdim=True).values, 0.0)
 

@@ -22,13 +22,13 @@ def write_log(folder: Path, events: int, workers: int) -> None:
     """A run folder with about this many events."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(f"steps = {events}\n")
-    written, step, sequence, now = 0, 0, 0, time.time() - events / workers / 4
+    num_written, step, sequence, event_time = 0, 0, 0, time.time() - events / workers / 4
     with (folder / "events.jsonl").open("w") as file:
 
         def emit(type_: str, worker: int, **fields: object) -> None:
-            nonlocal written
-            written += 1
-            event = {"v": 1, "time": round(now, 4), "worker": worker, "type": type_}
+            nonlocal num_written
+            num_written += 1
+            event = {"v": 1, "time": round(event_time, 4), "worker": worker, "type": type_}
             file.write(json.dumps(event | fields) + "\n")
 
         for worker in range(workers):
@@ -36,8 +36,8 @@ def write_log(folder: Path, events: int, workers: int) -> None:
                 "worker_started", worker, workers=workers, ranks=1, device="cpu", precision="fp32", threads=1,
                 parameters=150_000_000, tokens_per_step=_TOKENS, unigram_perplexity=500.0, resolved={},
             )  # fmt: skip
-        while written < events:
-            step, now = step + 10, now + 0.25
+        while num_written < events:
+            step, event_time = step + 10, event_time + 0.25
             for worker in range(workers):
                 loss = 2.5 + 5 * math.exp(-step / events) + 0.2 * math.sin(step * 1.7 + worker)
                 emit(
@@ -72,19 +72,19 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--keep", type=Path, help="leave the run folder here")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.keep or Path(temporary) / "run"
-        write_log(folder, given.events, given.workers)
+        folder = options.keep or Path(temporary) / "run"
+        write_log(folder, options.events, options.workers)
         size = (folder / "events.jsonl").stat().st_size
         run = Run(folder, "run")
-        print(f"{given.events:,} events of {given.workers} workers, {size / 1e6:.0f} MB, {platform.machine()}")
+        print(f"{options.events:,} events of {options.workers} workers, {size / 1e6:.0f} MB, {platform.machine()}")
         for name, work in (
             ("load the log", run.refresh),
             ("state", run.state),
             ("curves", lambda: run.series(None, 1000, None)),
             ("rounds", lambda: run.rounds(None, 8)),
-            ("state in the middle", lambda: run.state(time.time() - given.events / given.workers / 8)),
+            ("state in the middle", lambda: run.state(time.time() - options.events / options.workers / 8)),
         ):
             wall, cpu = time.monotonic(), time.process_time()
             work()

@@ -23,18 +23,18 @@ def main() -> None:
     parser.add_argument("--exits", type=int, default=500)
     parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy meanwhile")
     parser.add_argument("--ways", default=",".join(WAYS))
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    busy = [_busy() for _ in range(given.load)]
+    busy = [_busy() for _ in range(options.load)]
     exits: Counter[str] = Counter()
     bad: Counter[str] = Counter()
-    for way in cycle(given.ways.split(",")):
+    for way in cycle(options.ways.split(",")):
         codes, text = run_processes(WAYS[way])
         exits[way] += len(codes)
         if tuple(codes) != WAYS[way].codes:
             bad[way] += 1
             print(f"{way}: {codes}\n{text}", flush=True)
-        if exits.total() >= given.exits:
+        if exits.total() >= options.exits:
             break
     for pid in busy:
         os.kill(pid, signal.SIGKILL)

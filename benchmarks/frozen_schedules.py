@@ -42,29 +42,29 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="compare each Nth seed only")
     parser.add_argument("--record", action="store_true", help="write the digests instead of comparing with them")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many run at once (one a core)")
-    given = parser.parse_args()
-    every = 1 if given.record else given.every
+    options = parser.parse_args()
+    every = 1 if options.record else options.every
     cases = [(lies, seed) for lies, count in SEEDS.items() for seed in range(0, count, every)]
-    frozen = {} if given.record else {lies: row.split() for lies, row in json.loads(GOLDEN.read_text()).items()}
-    if not given.record:
+    frozen = {} if options.record else {lies: row.split() for lies, row in json.loads(GOLDEN.read_text()).items()}
+    if not options.record:
         cases = [(lies, seed) for lies, seed in cases if frozen[str(lies)][seed] != "-"]
     digests: dict[Case, str] = {}
     changed = 0
     with (
         tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder,
-        multiprocessing.Pool(given.processes, begin, (folder,), maxtasksperchild=100) as pool,
+        multiprocessing.Pool(options.processes, begin, (folder,), maxtasksperchild=100) as pool,
     ):
         for number, (case, digest) in enumerate(pool.imap_unordered(digest_of, cases), 1):
             digests[case] = digest
-            if not given.record and frozen[str(case[0])][case[1]] != digest:
+            if not options.record and frozen[str(case[0])][case[1]] != digest:
                 changed += 1
                 print(f"seed {case[1]} with {case[0]} that lie: other calls than recorded", flush=True)
             if number % _TOLD_EVERY == 0:
                 print(f"{number} of {len(cases)}", flush=True)
-    if given.record:
+    if options.record:
         lines = {str(lies): " ".join(digests[lies, seed] for seed in range(count)) for lies, count in SEEDS.items()}
         GOLDEN.write_text(json.dumps(lines, indent=1) + "\n")
-    print(f"{len(cases)} schedules, " + ("recorded" if given.record else f"{changed} changed"))
+    print(f"{len(cases)} schedules, " + ("recorded" if options.record else f"{changed} changed"))
     return 1 if changed else 0
 
 

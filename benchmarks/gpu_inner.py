@@ -82,9 +82,9 @@ class Side:
         loss = torch.zeros((), device="cuda")
         for tokens in micro_batches:
             with torch.autocast("cuda", torch.bfloat16):
-                part = self._loss(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
-            part.backward()  # type: ignore[no-untyped-call]
-            loss += part.detach()
+                micro_loss = self._loss(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
+            micro_loss.backward()  # type: ignore[no-untyped-call]
+            loss += micro_loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -108,12 +108,12 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     sides, memory, times = {}, {}, {}
     for name, build in (("diloco", ours), ("transformers", theirs)):
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
+        allocated_before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         side = sides[name] = Side(build, config)
         for batch in batches:
             side.step(batch)
-        memory[name] = torch.cuda.max_memory_allocated() - before
+        memory[name] = torch.cuda.max_memory_allocated() - allocated_before
         times[name] = [side.seconds(batches)]
     ceilings = []
     for _ in range(options.repeats):
@@ -145,9 +145,9 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    given = parser.parse_args()
+    options = parser.parse_args()
     check_cuda("run it on one that has one")
-    results = measure(given)
+    results = measure(options)
     for name, value in results.items():
         print(name, value)
     print(write_results("gpu-inner", results, device=torch.cuda.get_device_name()))

@@ -91,17 +91,17 @@ class Exchange:
 
 
 def resident(model: NativeModel, floor: float) -> dict[str, object]:
-    named = dict(model.named_parameters())
-    fragment = Fragment(tuple(named), tuple(named.values()), Nesterov())
+    parameters_by_name = dict(model.named_parameters())
+    fragment = Fragment(tuple(parameters_by_name), tuple(parameters_by_name.values()), Nesterov())
     one_pass = milliseconds(lambda: take_step(fragment, fragment.outer_opt, None))
-    slow = milliseconds(lambda: naive(fragment), 2)
+    naive_ms = milliseconds(lambda: naive(fragment), 2)
     exchanged = {name: milliseconds(Exchange(fragment, name).both) for name in ("fp32", "fp16", "int8")}
     return {
         "floor_ms": floor,
         "one_pass_ms": one_pass,
         "one_pass_against_floor": one_pass / floor,
-        "naive_ms": slow,
-        "naive_against_floor": slow / floor,
+        "naive_ms": naive_ms,
+        "naive_against_floor": naive_ms / floor,
         "exchanged_ms": exchanged,
         "exchanged_against_floor": {name: value / floor for name, value in exchanged.items()},
     }
@@ -109,25 +109,25 @@ def resident(model: NativeModel, floor: float) -> dict[str, object]:
 
 def pcie_milliseconds_per_gib() -> tuple[float, float]:
     """To the GPU alone, and in both directions at once."""
-    here, there = (torch.empty(1 << 28, pin_memory=True) for _ in range(2))
-    arriving, leaving = (torch.empty(1 << 28, device="cuda") for _ in range(2))
+    host_source, host_target = (torch.empty(1 << 28, pin_memory=True) for _ in range(2))
+    gpu_target, gpu_source = (torch.empty(1 << 28, device="cuda") for _ in range(2))
     streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def both_ways() -> None:
-        for stream, target, source in zip(streams, (arriving, there), (here, leaving), strict=True):
+        for stream, target, source in zip(streams, (gpu_target, host_target), (host_source, gpu_source), strict=True):
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
         for stream in streams:
             stream.synchronize()
 
-    return milliseconds(lambda: arriving.copy_(here, non_blocking=True), 3), milliseconds(both_ways, 3)
+    return milliseconds(lambda: gpu_target.copy_(host_source, non_blocking=True), 3), milliseconds(both_ways, 3)
 
 
 def offloaded(model: NativeModel) -> dict[str, object]:
-    named = dict(model.named_parameters())
-    numel = sum(tensor.numel() for tensor in named.values())
+    parameters_by_name = dict(model.named_parameters())
+    numel = sum(tensor.numel() for tensor in parameters_by_name.values())
     one_way, both_ways = pcie_milliseconds_per_gib()
-    fragment = Fragment(tuple(named), tuple(named.values()), Nesterov(), True)
+    fragment = Fragment(tuple(parameters_by_name), tuple(parameters_by_name.values()), Nesterov(), True)
     exchange = Exchange(fragment, "fp16", pinned=True)
     gib = numel * 4 / 2**30
     post, merge = milliseconds(exchange.post, 2), milliseconds(exchange.merge, 2)

@@ -82,15 +82,15 @@ def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, resu
         event.result.members[rank].weight if event.result is not None and rank in event.result.contributors else 0.0
     )
     compute = step_seconds * (TIMES_SLOWER if rank == SLOW else 1.0)
-    began, first = time.monotonic(), (0.0, 0.0)
+    began, first_round = time.monotonic(), (0.0, 0.0)
     while optimizer.position < rounds * H + WAYS[way].warm_start:
         x = torch.randn(8, 64)
         optimizer.zero_grad()
         (model(x) - x.roll(1, 1)).square().mean().backward()
         time.sleep(compute)
         optimizer.step()
-        if first[0] == 0.0 and optimizer.position >= H + 5:  # the first round is merged on all
-            first = (time.monotonic() - began, optimizer.loop.counters.sync_seconds)
+        if first_round[0] == 0.0 and optimizer.position >= H + 5:  # the first round is merged on all
+            first_round = (time.monotonic() - began, optimizer.loop.counters.sync_seconds)
     seconds, waited = time.monotonic() - began, optimizer.loop.counters.sync_seconds
     steps = optimizer.loop.state.steps_taken
     optimizer.finish()
@@ -100,7 +100,7 @@ def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, resu
             sum(in_means) / fragments + WAYS[way].warm_start,  # whose gradients are averaged
             seconds,
             waited / seconds,
-            (waited - first[1]) / (seconds - first[0]),
+            (waited - first_round[1]) / (seconds - first_round[0]),
             optimizer.anchor_digest(),
         )
     )
@@ -117,11 +117,11 @@ def run(way: str, rounds: int, step_seconds: float) -> list[Measured]:
             processes.append(context.Process(target=train, args=arguments, daemon=True))
             pipes.append(receive)
             processes[-1].start()
-        found: list[Measured] = [pipe.recv() for pipe in pipes]
+        measured: list[Measured] = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join(30.0)
-    assert len({one.digest for one in found}) == 1, "the workers ended with different parameters"
-    return found
+    assert len({worker.digest for worker in measured}) == 1, "the workers ended with different parameters"
+    return measured
 
 
 def main() -> None:
@@ -137,15 +137,21 @@ def main() -> None:
     measured: dict[str, list[Measured]] = {}
     for way in options.ways:
         measured[way] = run(way, options.rounds // 4 if way == "classic" else options.rounds, options.step_seconds)
-        rate = sum(one.steps for one in measured[way]) / max(one.seconds for one in measured[way])
-        for worker, one in enumerate(measured[way]):
+        rate = sum(measured_worker.steps for measured_worker in measured[way]) / max(
+            measured_worker.seconds for measured_worker in measured[way]
+        )
+        for worker, measured_worker in enumerate(measured[way]):
             name = f"{worker}, {TIMES_SLOWER:g} x slower" if worker == SLOW else str(worker)
-            shares = (f"{one.steps_in_means / one.steps:.1%}", f"{one.idle:.1%}", f"{one.idle_later:.1%}")
-            table.add_row(way, name, str(one.steps), *shares, "" if worker else f"{rate:.1f}")
+            shares = (
+                f"{measured_worker.steps_in_means / measured_worker.steps:.1%}",
+                f"{measured_worker.idle:.1%}",
+                f"{measured_worker.idle_later:.1%}",
+            )
+            table.add_row(way, name, str(measured_worker.steps), *shares, "" if worker else f"{rate:.1f}")
     Console().print(table)
     if options.save:
         setting = {"workers": WORKERS, "times_slower": TIMES_SLOWER, "H": H, "rounds": options.rounds}
-        ways = {way: [asdict(one) for one in found] for way, found in measured.items()}
+        ways = {way: [asdict(measured_worker) for measured_worker in workers] for way, workers in measured.items()}
         write_results("heterogeneous", {**setting, "step_seconds": options.step_seconds, "ways": ways})
 
 

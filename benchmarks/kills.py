@@ -33,15 +33,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    given, extra = parser.parse_known_args()
+    options, extra = parser.parse_known_args()
     console = Console()
-    console.print(f"kills {given.kills}, seed {given.seed}, options {extra}")
+    console.print(f"kills {options.kills}, seed {options.seed}, options {extra}")
     with tempfile.TemporaryDirectory() as folder:
-        kills, same = trial(Path(folder), given.kills, given.seed, extra)
+        kills, same = trial(Path(folder), options.kills, options.seed, extra)
         show(console, kills)
         digests, weights = outcome(Path(folder) / "killed")
     console.print(f"{len(kills)} kills; anchors {digests}, weights {weights}: {'the same' if same else 'DIFFERENT'}")
-    sys.exit(0 if same and len(kills) == given.kills else 1)
+    sys.exit(0 if same and len(kills) == options.kills else 1)
 
 
 if __name__ == "__main__":

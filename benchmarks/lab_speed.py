@@ -104,7 +104,7 @@ def profile(shape: str, k: int, corpus: Corpus, device: str) -> None:
 
     steps = 0
 
-    def after(progress: Any) -> None:
+    def on_progress(progress: Any) -> None:
         nonlocal steps
         steps = progress.step
         if steps == 5:
@@ -115,7 +115,7 @@ def profile(shape: str, k: int, corpus: Corpus, device: str) -> None:
             profiler.stop()
 
     profiler = torch_profile(activities=[ProfilerActivity.CUDA])
-    simulate(arm_of(shape, k, 12), 0, corpus, device, how="stacked", on_progress=after)
+    simulate(arm_of(shape, k, 12), 0, corpus, device, how="stacked", on_progress=on_progress)
     print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=28, max_name_column_width=70))
 
 
@@ -175,19 +175,19 @@ def compare_with_func(scale_name: str, steps: int, folder: Path, device: torch.d
     for number in range(steps // STEPS_IN_TURN):
         for way in sorted(stacks, reverse=bool(number % 2)):
             seconds[way].append(seconds_of_steps(stacks[way], device))
-    own = statistics.median(seconds["own"][1:])  # compiled in the first turn
-    func = statistics.median(seconds["func"][1:])
+    own_seconds = statistics.median(seconds["own"][1:])  # compiled in the first turn
+    func_seconds = statistics.median(seconds["func"][1:])
     ratio = statistics.median(b / a for a, b in list(zip(seconds["own"], seconds["func"], strict=True))[1:])
-    apart = float((stacks["own"].losses - stacks["func"].losses).abs().max())
+    largest_difference = float((stacks["own"].losses - stacks["func"].losses).abs().max())
     print(
-        f"{scale_name:7} k={arm.workers:3} own {1000 * own:7.3f} ms  func {1000 * func:7.3f} ms  {ratio:.2f} times  "
-        f"losses at most {apart:.2g} apart",
+        f"{scale_name:7} k={arm.workers:3} own {1000 * own_seconds:7.3f} ms  func {1000 * func_seconds:7.3f} ms  {ratio:.2f} times  "
+        f"losses at most {largest_difference:.2g} apart",
         flush=True,
     )
     return {
         "scale": scale_name, "replicas": arm.workers, "parameters": config.num_parameters(), "steps": steps,
-        "own_milliseconds": 1000 * own, "func_milliseconds": 1000 * func, "times_as_long": ratio,
-        "losses_apart": apart,
+        "own_milliseconds": 1000 * own_seconds, "func_milliseconds": 1000 * func_seconds, "times_as_long": ratio,
+        "losses_apart": largest_difference,
     }  # fmt: skip
 
 
@@ -214,36 +214,36 @@ def main() -> int:
     parser.add_argument("--name", default="lab-speed", help="of the file of results")
     parser.add_argument("--how", choices=("own", "func"), default="own", help="func: against torch.func")
     parser.add_argument("--scales", nargs="+", choices=SCALES, help="with --how func: cpu; on a GPU gpu and 4m")
-    given = parser.parse_args()
-    if given.how == "func":
+    options = parser.parse_args()
+    if options.how == "func":
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)  # that is what is measured
-        scales = given.scales or (["gpu", "4m"] if given.device == "cuda" else ["cpu"])
-        device = torch.device(given.device)
+        scales = options.scales or (["gpu", "4m"] if options.device == "cuda" else ["cpu"])
+        device = torch.device(options.device)
         with tempfile.TemporaryDirectory() as folder:
-            compared = [compare_with_func(scale, given.steps, Path(folder), device) for scale in scales]
-        named = torch.cuda.get_device_name() if given.device == "cuda" else None
-        print(f"written: {write_results(f'{given.name}-func', compared, device=named).name}")
+            compared = [compare_with_func(scale, options.steps, Path(folder), device) for scale in scales]
+        device_name = torch.cuda.get_device_name() if options.device == "cuda" else None
+        print(f"written: {write_results(f'{options.name}-func', compared, device=device_name).name}")
         return 0
-    if given.rows:
-        stacked.ROWS_AT_ONCE = given.rows
-    chosen = given.cases or (["small", "medium", "many", "one"] if given.device == "cuda" else ["tiny"])
+    if options.rows:
+        stacked.ROWS_AT_ONCE = options.rows
+    selected = options.cases or (["small", "medium", "many", "one"] if options.device == "cuda" else ["tiny"])
     results, failed = [], False
     with tempfile.TemporaryDirectory() as folder:
         corpora = {
             shape: synthetic_corpus(Path(folder) / shape, vocab_size, 2_000_000)
             for shape, (_, vocab_size, _, _) in SHAPES.items()
         }
-        name = torch.cuda.get_device_name() if given.device == "cuda" else None
-        for case in chosen:
+        name = torch.cuda.get_device_name() if options.device == "cuda" else None
+        for case in selected:
             for shape, k, how in CASES[case]:
                 try:
-                    results.append(measure(shape, k, how, given.steps, corpora[shape], given.device))
-                    path = write_results(given.name, results, device=name)
+                    results.append(measure(shape, k, how, options.steps, corpora[shape], options.device))
+                    path = write_results(options.name, results, device=name)
                 except Exception:  # noqa: BLE001 the other cases still count
                     traceback.print_exc()
                     failed = True
-        for shape in given.profile:
-            profile(shape, 8, corpora[shape], given.device)
+        for shape in options.profile:
+            profile(shape, 8, corpora[shape], options.device)
     print(f"written: {path.name}" if results else "nothing was measured")
     return int(failed)
 

@@ -31,7 +31,7 @@ WORKERS = 4
 _ROUND_SECONDS = 300.0
 
 
-def work(given: dict[str, Any]) -> None:
+def work(task: dict[str, Any]) -> None:
     """One worker: a line of JSON for its start, each round and each member that it loses."""
     import torch
     from msgspec import convert
@@ -50,18 +50,18 @@ def work(given: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     sequence = 0
-    engine = SwarmEngine(convert(given["settings"], Settings), on_event=on_event)
+    engine = SwarmEngine(convert(task["settings"], Settings), on_event=on_event)
     engine.serve_state(lambda: GlobalState({}, {"sequence": sequence, "inner_steps": 0}, "same"))
     engine.fetch_state()
-    own = next(one for one in engine.status().members if one.number == engine.worker)
-    tell(worker=engine.worker, addresses=own.addresses)
-    while sum(one.live and one.has_state for one in engine.status().members) < WORKERS:
+    own_member = next(member for member in engine.status().members if member.number == engine.worker)
+    tell(worker=engine.worker, addresses=own_member.addresses)
+    while sum(member.live and member.has_state for member in engine.status().members) < WORKERS:
         time.sleep(0.05)
-    while sequence < given["rounds"]:
+    while sequence < task["rounds"]:
         sys.stdin.readline()
         started = time.monotonic()
         try:
-            result = average(engine, sequence, _ROUND_SECONDS, numel=given["numel"], name="int8")
+            result = average(engine, sequence, _ROUND_SECONDS, numel=task["numel"], name="int8")
             tell(round=sequence, seconds=time.monotonic() - started, contributors=result.contributors)
             sequence += 1
         except RoundFailed as failure:
@@ -73,13 +73,15 @@ def work(given: dict[str, Any]) -> None:
 
 
 class Worker:
-    def __init__(self, net: Internet, where: str, folder: Path, key: RunKey, addresses: list[str], **more: Any) -> None:
-        swarm = folder / where / "swarm"
+    def __init__(
+        self, net: Internet, machine: str, folder: Path, key: RunKey, addresses: list[str], **task_fields: Any
+    ) -> None:
+        swarm = folder / machine / "swarm"
         write_private(swarm / invitation_file(), invite(key, addresses, 3600.0, time.time()).text())
         settings = asdict(Settings(str(swarm), "worker-0", founder=not addresses, port=4000))
-        command = [sys.executable, __file__, "--worker", json.dumps({"settings": settings, **more})]
+        command = [sys.executable, __file__, "--worker", json.dumps({"settings": settings, **task_fields})]
         self.process = subprocess.Popen(
-            net.inside(where, command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            net.inside(machine, command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def hear(self) -> dict[str, Any]:
@@ -117,30 +119,32 @@ def main() -> int:
     parser.add_argument("--megabytes", type=float, default=1.0, help="a contribution's")
     parser.add_argument("--keep", type=Path, help="a folder to leave the workers' logs in")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        work(given.worker)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker)
         return 0
-    more = {"rounds": given.rounds, "numel": int(1e6 * given.megabytes)}
-    key, told = RunKey.create(), 0
+    task_fields = {"rounds": options.rounds, "numel": int(1e6 * options.megabytes)}
+    key, num_lost = RunKey.create(), 0
     with ExitStack() as stack:
-        folder = given.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         net = stack.enter_context(internet())
-        places = [net.public(f"m{index}") for index in range(WORKERS)]
-        first = stack.enter_context(Worker(net, "m0", folder, key, [], **more).running())
+        public_addresses = [net.public(f"m{index}") for index in range(WORKERS)]
+        first = stack.enter_context(Worker(net, "m0", folder, key, [], **task_fields).running())
         addresses = first.hear()["addresses"]
         workers = [first]
         for index in range(1, WORKERS):
-            workers.append(stack.enter_context(Worker(net, f"m{index}", folder, key, addresses, **more).running()))
+            workers.append(
+                stack.enter_context(Worker(net, f"m{index}", folder, key, addresses, **task_fields).running())
+            )
             assert workers[-1].hear()["worker"] == index
-        for number in range(given.rounds):
+        for number in range(options.rounds):
             for worker in workers:
                 worker.go()
             times, contributors = list[float](), set[tuple[int, ...]]()
             for index, worker in enumerate(workers):
                 while "round" not in (line := worker.hear()):
                     print(f"  worker {index} has lost worker {line['lost']}: {line['reason']}")
-                    told += 1
+                    num_lost += 1
                 times.append(line["seconds"])
                 contributors.add(tuple(line.get("contributors") or [line["failure"]]))
             print(
@@ -148,8 +152,8 @@ def main() -> int:
                 flush=True,
             )
             if number == 0:
-                spoil(net, given.case, places)
-    print(f"{given.case}: {given.rounds} rounds, {told} times a member was lost")
+                spoil(net, options.case, public_addresses)
+    print(f"{options.case}: {options.rounds} rounds, {num_lost} times a member was lost")
     return 0
 
 

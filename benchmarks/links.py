@@ -49,9 +49,9 @@ def _name(side: int) -> str:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()} (this benchmark needs root and iproute2)")
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise SystemExit(f"{' '.join(command)}: {completed.stderr.strip()} (this benchmark needs root and iproute2)")
 
 
 @contextmanager
@@ -103,8 +103,8 @@ def _relay(first: str, second: str, delay_seconds: float, stop: Event) -> None:
 
 def _open_tun(namespace: str) -> int:
     """A namespace is entered for opening the device; packets then pass wherever the process is."""
-    with Path(f"/run/netns/{namespace}").open() as there:
-        if ctypes.CDLL(None).setns(there.fileno(), 0x40000000):  # CLONE_NEWNET
+    with Path(f"/run/netns/{namespace}").open() as namespace_file:
+        if ctypes.CDLL(None).setns(namespace_file.fileno(), 0x40000000):  # CLONE_NEWNET
             raise OSError(f"setns {namespace} failed")
     device = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _TUN | _NO_HEADER))
@@ -119,8 +119,8 @@ def _take(source: int, waiting: "queue.SimpleQueue[tuple[float, bytes]]", delay_
 
 def _give(target: int, waiting: "queue.SimpleQueue[tuple[float, bytes]]") -> None:
     while True:
-        at, packet = waiting.get()
-        time.sleep(max(0.0, at - time.monotonic()))
+        due_time, packet = waiting.get()
+        time.sleep(max(0.0, due_time - time.monotonic()))
         try:
             os.write(target, packet)
         except OSError:  # the device is not up yet, or no longer

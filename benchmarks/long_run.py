@@ -52,7 +52,7 @@ class Run:
     kills: int = 0
     sleeps: int = 0
     away_seconds: float = 0.0
-    """Of all machines together: from a kill until its next process trains, and asleep."""
+    """Time away, summed over the machines: from a kill until its next process trains, and asleep."""
     away_since: dict[str, float] = field(default_factory=dict)
     """Machines that were killed and do not train yet."""
 
@@ -74,7 +74,7 @@ class Run:
         return life.worker
 
     def begin(self, count: int) -> None:
-        """All train, and a round has had the work of all."""
+        """Start all workers, and wait until a round has had the work of all."""
         self.start("machine-0").hear(_START_SECONDS)
         for worker in [self.start(f"machine-{index}") for index in range(1, count)]:
             worker.hear(_START_SECONDS)
@@ -89,17 +89,21 @@ class Run:
     # Faults
 
     def hurt(self) -> str:
-        """A machine that trains, so that most of them go on."""
+        """Hurt a machine that trains, unless half of them are away."""
         begun = {line["life"] for line in self.chronicle.of("start")}
-        well = [one for one in self.lives if one.worker.alive and one.name in begun and one.thaws_at is None]
-        if 2 * len(well) <= len({life.machine for life in self.lives}):
+        training_lives = [
+            life for life in self.lives if life.worker.alive and life.name in begun and life.thaws_at is None
+        ]
+        if 2 * len(training_lives) <= len({life.machine for life in self.lives}):
             return "(none: half of the machines are away)"
-        victim, now = self.chance.choice(well), time.monotonic()
+        victim = self.chance.choice(training_lives)
+        now = time.monotonic()
         if (self.kills + self.sleeps) % 3 == 2:
             seconds = _LOST_SECONDS * self.chance.uniform(1.2, 2.0)
             victim.worker.freeze()
             victim.thaws_at = now + seconds
-            self.sleeps, self.away_seconds = self.sleeps + 1, self.away_seconds + seconds
+            self.sleeps += 1
+            self.away_seconds += seconds
             return f"{victim.name} sleeps for {seconds:.1f} s"
         victim.worker.kill()
         self.kills += 1
@@ -115,11 +119,12 @@ class Run:
                 life.thaws_at = None
         latest = {life.machine: life.name for life in self.lives}
         begun = {line["life"]: line["time"] for line in chronicle.of("start")}
-        for machine in [one for one in self.away_since if latest[one] in begun]:
+        for machine in [machine for machine in self.away_since if latest[machine] in begun]:
             self.away_seconds += begun[latest[machine]] - self.away_since.pop(machine)
 
     def watch(self, seconds: float, rate: float) -> float:
-        """Tokens in the anchor a minute, with `rate` faults a minute; until the round in which this time is over."""
+        """Measure the tokens a minute in the anchor, with `rate` faults a minute, until the first round that ends after
+        `seconds`."""
         first = list(self.chronicle.ends().values())[-1]
         started = first["time"]
         faults = round(seconds / 60.0 * rate)
@@ -151,17 +156,20 @@ class Measured:
     broken: list[str]
 
 
-def measure(given: argparse.Namespace, folder: Path, rate: float) -> Measured:
-    """One run; `rate` 0: in peace."""
+def measure(options: argparse.Namespace, folder: Path, rate: float) -> Measured:
+    """Measure one run, with `rate` faults a minute; 0: in peace."""
     with Workers(folder, lost_seconds=_LOST_SECONDS, beat_seconds=_LOST_SECONDS / 5) as workers:
-        run = Run(workers, given.seed, given.step_seconds, given.overlap)
-        run.begin(given.workers)
-        tokens = run.watch(60.0 * (given.minutes if rate else given.calm_minutes), rate)
-        told = run.chronicle
-    overlapped = frozenset(life.name for life in run.lives if given.overlap)  # their work is told as it is at the merge
-    broken = told.broken_rules(Lives(frozenset(), frozenset(), greedy=overlapped))
-    there = 1.0 - run.away_seconds / (60.0 * given.minutes * given.workers)
-    return Measured(tokens, there, told.ended() + 1, told.longest_pause(), run.kills, run.sleeps, broken)
+        run = Run(workers, options.seed, options.step_seconds, options.overlap)
+        run.begin(options.workers)
+        tokens = run.watch(60.0 * (options.minutes if rate else options.calm_minutes), rate)
+        chronicle = run.chronicle
+    # With overlap a worker's story has its work as it is at the merge.
+    overlapped = frozenset(life.name for life in run.lives if options.overlap)
+    broken = chronicle.broken_rules(Lives(frozenset(), frozenset(), greedy=overlapped))
+    present_share = 1.0 - run.away_seconds / (60.0 * options.minutes * options.workers)
+    return Measured(
+        tokens, present_share, chronicle.ended() + 1, chronicle.longest_pause(), run.kills, run.sleeps, broken
+    )
 
 
 def main() -> int:
@@ -175,23 +183,23 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, default=0.5, help="of an inner step; ten are a round")
     parser.add_argument("--overlap", type=int, default=8, help="inner steps between the post of a round and its merge")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    if given.workers < 4 or not 0 <= given.overlap < H or given.rate <= 0:
+    options = parser.parse_args()
+    if options.workers < 4 or not 0 <= options.overlap < H or options.rate <= 0:
         parser.error(f"at least 4 --workers, an --overlap of 0 to {H - 1} steps and a --rate above 0")
     with tempfile.TemporaryDirectory() as folder:
-        calm = measure(given, Path(folder) / "calm", 0.0)
+        calm = measure(options, Path(folder) / "calm", 0.0)
         print(f"in peace: {calm}", flush=True)
-        hurt = measure(given, Path(folder) / "faults", given.rate)
+        hurt = measure(options, Path(folder) / "faults", options.rate)
         print(f"with faults: {hurt}")
     ratio = hurt.tokens_a_minute / calm.tokens_a_minute
-    of_most = hurt.tokens_a_minute / (given.workers * BATCH * LENGTH * 60.0 / given.step_seconds)
+    share_of_most = hurt.tokens_a_minute / (options.workers * BATCH * LENGTH * 60.0 / options.step_seconds)
     print(
-        f"{given.workers} workers, {hurt.kills} kills and {hurt.sleeps} sleeps in {given.minutes:g} minutes: "
-        f"{100 * ratio:.1f} % of the calm run's throughput, {100 * of_most:.1f} % of what steps without a pause would "
-        f"give; the workers were there {100 * hurt.there:.1f} % of the time"
+        f"{options.workers} workers, {hurt.kills} kills and {hurt.sleeps} sleeps in {options.minutes:g} minutes: "
+        f"{100 * ratio:.1f} % of the calm run's throughput, {100 * share_of_most:.1f} % of what steps without a pause "
+        f"would give; the workers were there {100 * hurt.there:.1f} % of the time"
     )
-    kept = vars(given) | {"calm": asdict(calm), "faults": asdict(hurt), "ratio": ratio, "of_most": of_most}
-    print(f"written: {write_results('long-run', kept).name}")
+    results = vars(options) | {"calm": asdict(calm), "faults": asdict(hurt), "ratio": ratio, "of_most": share_of_most}
+    print(f"written: {write_results('long-run', results).name}")
     return 1 if calm.broken or hurt.broken else 0
 
 

@@ -53,11 +53,11 @@ def socket_bytes_sent() -> int:
         try:
             if not str(link.readlink()).startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(link.name))) as own:
-                if own.type & socket.SOCK_STREAM and own.family in (socket.AF_INET, socket.AF_INET6):
-                    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    sent, again = struct.unpack_from("=QQ", info, _BYTES_SENT_OFFSET)
-                    total += sent - again
+            with socket.socket(fileno=os.dup(int(link.name))) as connection:
+                if connection.type & socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    bytes_sent, retransmitted = struct.unpack_from("=QQ", info, _BYTES_SENT_OFFSET)
+                    total += bytes_sent - retransmitted
         except FileNotFoundError:
             continue  # the listing's own descriptor
     return total
@@ -107,9 +107,9 @@ def _processor() -> str:
 
 def results_path(benchmark: str, device: str | None = None) -> Path:
     """benchmarks/results/<benchmark>-<processor or device>-….json."""
-    words = "".join(letter if letter.isalnum() else " " for letter in (device or _processor()).lower()).split()
-    kept = [word for word in words if word not in ("r", "tm", "cpu", "processor")]
-    return RESULTS / f"{benchmark}-{'-'.join(kept)}{'' if device else f'-{os.cpu_count()}-cores'}.json"
+    all_words = "".join(letter if letter.isalnum() else " " for letter in (device or _processor()).lower()).split()
+    name_words = [word for word in all_words if word not in ("r", "tm", "cpu", "processor")]
+    return RESULTS / f"{benchmark}-{'-'.join(name_words)}{'' if device else f'-{os.cpu_count()}-cores'}.json"
 
 
 def code_version() -> dict[str, object]:
@@ -135,7 +135,7 @@ def write_results(benchmark: str, results: object, *, device: str | None = None)
     """Overwritten by each run."""
     path = results_path(benchmark, device)
     path.parent.mkdir(exist_ok=True)
-    where = machine() | ({} if device is None else {"device": device})
-    told = {"code": code_version(), "date": date.today().isoformat(), "machine": where, "results": results}
-    path.write_text(json.dumps(told, indent=2) + "\n")
+    machine_facts = machine() | ({} if device is None else {"device": device})
+    content = {"code": code_version(), "date": date.today().isoformat(), "machine": machine_facts, "results": results}
+    path.write_text(json.dumps(content, indent=2) + "\n")
     return path

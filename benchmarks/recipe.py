@@ -39,16 +39,16 @@ def run(folder: Path, options: list[str]) -> dict[str, Any]:
 
 
 def case(name: str, seeds: int, runs: Path) -> dict[str, Any]:
-    told = [run(runs / f"{name}-{seed}", [*COMMON, *CASES[name], "--seed", str(seed)]) for seed in range(seeds)]
-    losses = [one["validation_loss"] for one in told]
+    summaries = [run(runs / f"{name}-{seed}", [*COMMON, *CASES[name], "--seed", str(seed)]) for seed in range(seeds)]
+    losses = [summary["validation_loss"] for summary in summaries]
     return {
         "options": [*COMMON, *CASES[name]],
         "validation_losses": losses,
         "validation_loss": statistics.fmean(losses),
         "perplexity": math.exp(statistics.fmean(losses)),
-        "unigram_perplexity": told[0]["unigram_perplexity"],
-        "bytes_sent_by_a_worker": statistics.fmean(one["bytes_sent_per_worker"] for one in told),
-        "data_parallel_bytes_by_parameters": told[0]["data_parallel_bytes_per_worker"],
+        "unigram_perplexity": summaries[0]["unigram_perplexity"],
+        "bytes_sent_by_a_worker": statistics.fmean(summary["bytes_sent_per_worker"] for summary in summaries),
+        "data_parallel_bytes_by_parameters": summaries[0]["data_parallel_bytes_per_worker"],
     }
 
 
@@ -56,20 +56,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=Path("runs/recipe"))
-    given = parser.parse_args()
-    given.runs.mkdir(parents=True, exist_ok=True)
-    cases = {name: case(name, given.seeds, given.runs) for name in CASES}
+    options = parser.parse_args()
+    options.runs.mkdir(parents=True, exist_ok=True)
+    cases = {name: case(name, options.seeds, options.runs) for name in CASES}
     base = cases["data-parallel"]
-    for name, one in cases.items():
-        pairs = zip(one["validation_losses"], base["validation_losses"], strict=True)
-        one["losses_above_data_parallel"] = [own / other - 1 for own, other in pairs]
-        one["loss_above_data_parallel"] = one["validation_loss"] / base["validation_loss"] - 1
-        one["times_fewer_bytes"] = base["bytes_sent_by_a_worker"] / one["bytes_sent_by_a_worker"]
+    for name, measured in cases.items():
+        pairs = zip(measured["validation_losses"], base["validation_losses"], strict=True)
+        measured["losses_above_data_parallel"] = [loss / base_loss - 1 for loss, base_loss in pairs]
+        measured["loss_above_data_parallel"] = measured["validation_loss"] / base["validation_loss"] - 1
+        measured["times_fewer_bytes"] = base["bytes_sent_by_a_worker"] / measured["bytes_sent_by_a_worker"]
         print(
-            f"{name:14} loss {one['validation_loss']:.3f} ({one['loss_above_data_parallel']:+.1%})  perplexity "
-            f"{one['perplexity']:.1f}  {one['times_fewer_bytes']:.0f} times fewer bytes"
+            f"{name:14} loss {measured['validation_loss']:.3f} ({measured['loss_above_data_parallel']:+.1%})  perplexity "
+            f"{measured['perplexity']:.1f}  {measured['times_fewer_bytes']:.0f} times fewer bytes"
         )
-    print(f"written: {write_results('recipe', {'seeds': given.seeds, 'cases': cases}).name}")
+    print(f"written: {write_results('recipe', {'seeds': options.seeds, 'cases': cases}).name}")
 
 
 if __name__ == "__main__":

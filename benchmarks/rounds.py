@@ -62,7 +62,7 @@ def measure(engine: Engine, task: Task, together: Callable[[], object]) -> Measu
     device = torch.device(task.device)
     torch.manual_seed(0)
     _warm_up()
-    before = reset_peak_memory()
+    resident_before = reset_peak_memory()
     with device:
         model = NativeModel(preset(task.model))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -83,7 +83,7 @@ def measure(engine: Engine, task: Task, together: Callable[[], object]) -> Measu
         _finish(device)
         seconds.append(time.perf_counter() - started)
     assert optimizer.loop.rounds == task.rounds + 2 and not optimizer.loop.counters.rounds_failed
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_memory() - before
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_memory() - resident_before
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     return Measured(seconds[2:], peak / size, optimizer.anchor_digest())
 
@@ -122,10 +122,10 @@ def in_processes(workers: int, task: Task) -> list[Measured]:
     for process, (_, theirs) in zip(processes, pipes, strict=True):
         process.start()
         theirs.close()
-    told = [receiver.recv() for receiver, _ in pipes]
+    measured = [receiver.recv() for receiver, _ in pipes]
     for process in processes:
         process.join(LIMIT_SECONDS)
-    return told
+    return measured
 
 
 def _free_port() -> int:
@@ -156,24 +156,30 @@ def in_a_swarm(workers: int, task: Task) -> list[Measured]:
     from support.swarm.processes import Workers
 
     with tempfile.TemporaryDirectory() as folder, Workers(Path(folder), patience=1000.0) as swarm:
-        all_ = swarm.start_all([f"machine{n}" for n in range(workers)], swarm_worker, task, workers)
+        all_workers = swarm.start_all([f"machine{n}" for n in range(workers)], swarm_worker, task, workers)
         for _ in range(task.rounds + 2):
-            for worker in all_:
+            for worker in all_workers:
                 assert worker.hear(LIMIT_SECONDS) == "ready"
-            for worker in all_:
+            for worker in all_workers:
                 worker.say("go")
-        told: list[Measured] = [worker.hear(LIMIT_SECONDS) for worker in all_]
-        for worker in all_:
+        measured: list[Measured] = [worker.hear(LIMIT_SECONDS) for worker in all_workers]
+        for worker in all_workers:
             worker.say("end")
-        return told
+        return measured
 
 
-def summarise(case: str, task: Task, told: list[Measured]) -> dict[str, Any]:
-    if len({one.digest for one in told}) > 1:
+def summarise(case: str, task: Task, measured: list[Measured]) -> dict[str, Any]:
+    if len({worker.digest for worker in measured}) > 1:
         raise SystemExit(f"{case}, {task.codec}: the workers' anchors differ")
-    slowest = [max(pair) for pair in zip(*(one.seconds for one in told), strict=True)]
-    copies = statistics.median(one.copies for one in told)
-    row = {"case": case, **asdict(task), "workers": len(told), "seconds": vars(Spread.of(slowest)), "copies": copies}
+    slowest = [max(pair) for pair in zip(*(worker.seconds for worker in measured), strict=True)]
+    copies = statistics.median(worker.copies for worker in measured)
+    row = {
+        "case": case,
+        **asdict(task),
+        "workers": len(measured),
+        "seconds": vars(Spread.of(slowest)),
+        "copies": copies,
+    }
     print(f"{case:6} {task.codec:6} {row['seconds']['median'] * 1e3:9.2f} ms   {copies:.2f} copies", flush=True)
     return row
 
@@ -183,13 +189,13 @@ def rows_before(rows: list[dict[str, Any]], device: str | None) -> list[dict[str
     path = results_path("rounds", device)
     if not path.exists():
         return []
-    new = [_what(row) for row in rows]
-    return [row for row in json.loads(path.read_text())["results"] if _what(row) not in new]
+    new_cases = [_case_of(row) for row in rows]
+    return [row for row in json.loads(path.read_text())["results"] if _case_of(row) not in new_cases]
 
 
-def _what(row: dict[str, Any]) -> tuple[Any, ...]:
-    named = (row[name] for name in ("case", "codec", "model", "device"))
-    return (*named, row.get("free_gradients", False))
+def _case_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    values = (row[name] for name in ("case", "codec", "model", "device"))
+    return (*values, row.get("free_gradients", False))
 
 
 def main() -> None:
@@ -200,16 +206,16 @@ def main() -> None:
     parser.add_argument("--codecs", nargs="+", default=["fp16", "int8"])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--free-gradients", action="store_true")
-    given = parser.parse_args()
-    if given.device == "cuda":
+    options = parser.parse_args()
+    if options.device == "cuda":
         check_cuda("use --device cpu")
     rows = []
-    for case in given.cases:
-        for name in given.codecs:
-            task = Task(name, given.model, given.device, given.rounds, given.free_gradients)
-            told = in_a_swarm(2, task) if case == "swarm" else in_processes(1 if case == "alone" else 2, task)
-            rows.append(summarise(case, task, told))
-    device = torch.cuda.get_device_name() if given.device == "cuda" else None
+    for case in options.cases:
+        for name in options.codecs:
+            task = Task(name, options.model, options.device, options.rounds, options.free_gradients)
+            measured = in_a_swarm(2, task) if case == "swarm" else in_processes(1 if case == "alone" else 2, task)
+            rows.append(summarise(case, task, measured))
+    device = torch.cuda.get_device_name() if options.device == "cuda" else None
     print(write_results("rounds", rows_before(rows, device) + rows, device=device))
 
 

@@ -35,10 +35,10 @@ def shrink(seed: int, lies: tuple[str, ...]) -> schedules.ScheduleResult:
     workers += len(lies)
     ended = schedules.run(seed, lies=lies)
     for fault in list(faults):
-        fewer = [one for one in faults if one is not fault]
-        again = schedules.run(seed, workers, fewer, lies)
-        if again.problems():
-            faults, ended = fewer, again
+        fewer = [kept_fault for kept_fault in faults if kept_fault is not fault]
+        retried = schedules.run(seed, workers, fewer, lies)
+        if retried.problems():
+            faults, ended = fewer, retried
     return ended
 
 
@@ -51,14 +51,14 @@ def begin(folder: str) -> None:
 
 def ended(seed: int, count: int, shrinking: bool) -> schedules.ScheduleResult:
     lies = schedules.lies_of(seed, count)
-    told = schedules.run(seed, lies=lies)
-    return shrink(seed, lies) if told.problems() and shrinking else told
+    result = schedules.run(seed, lies=lies)
+    return shrink(seed, lies) if result.problems() and shrinking else result
 
 
-def tell(told: schedules.ScheduleResult) -> None:
-    liar = f" (lies: {', '.join(told.lies)})" if told.lies else ""
-    print(f"seed {told.seed}, {told.workers} workers{liar}:", *told.problems(), sep="\n  ")
-    print(*told.faults, sep="\n  ", flush=True)
+def tell(result: schedules.ScheduleResult) -> None:
+    liar = f" (lies: {', '.join(result.lies)})" if result.lies else ""
+    print(f"seed {result.seed}, {result.workers} workers{liar}:", *result.problems(), sep="\n  ")
+    print(*result.faults, sep="\n  ", flush=True)
 
 
 def main() -> int:
@@ -68,46 +68,46 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="leave out faults of a schedule that fails")
     parser.add_argument("--lies", type=int, default=0, help="so many workers lie, in other ways for each seed")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many run at once (one a core)")
-    given = parser.parse_args()
-    started, failed, settled, after = time.monotonic(), list[int](), list[float](), list[int]()
+    options = parser.parse_args()
+    started, failed, settled, rounds_after = time.monotonic(), list[int](), list[float](), list[int]()
     outside, unsettled = 0, list[int]()
-    seeds = range(given.first, given.first + given.seeds)
+    seeds = range(options.first, options.first + options.seeds)
     with (
         tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder,
-        multiprocessing.Pool(given.processes, begin, (folder,), maxtasksperchild=_TOLD_EVERY) as pool,
+        multiprocessing.Pool(options.processes, begin, (folder,), maxtasksperchild=_TOLD_EVERY) as pool,
     ):
-        runs = pool.imap_unordered(partial(ended, count=given.lies, shrinking=given.shrink), seeds)
-        for number, told in enumerate(runs, 1):
-            settled.append(told.settled_seconds)
-            after.append(told.rounds_after)
-            outside += told.outside
-            unsettled += [told.seed] if told.outside and told.problem else []
-            if told.problems():
-                failed.append(told.seed)
-                tell(told)
+        runs = pool.imap_unordered(partial(ended, count=options.lies, shrinking=options.shrink), seeds)
+        for number, result in enumerate(runs, 1):
+            settled.append(result.settled_seconds)
+            rounds_after.append(result.rounds_after)
+            outside += result.outside
+            unsettled += [result.seed] if result.outside and result.problem else []
+            if result.problems():
+                failed.append(result.seed)
+                tell(result)
             if number % _TOLD_EVERY == 0:
-                print(f"{number} of {given.seeds}, {len(failed)} failed", flush=True)
-    seconds, median = time.monotonic() - started, sorted(after)[len(after) // 2]
-    soon = sum(rounds <= 2 for rounds in after)
+                print(f"{number} of {options.seeds}, {len(failed)} failed", flush=True)
+    seconds, median = time.monotonic() - started, sorted(rounds_after)[len(rounds_after) // 2]
+    num_soon = sum(rounds <= 2 for rounds in rounds_after)
     print(
-        f"{given.seeds} schedules, {len(failed)} failed; all workers were in a round {max(settled):.1f} s after the "
-        f"last fault at the latest, in {soon} cases within two rounds of a second, in most after {median} (at most "
-        f"{max(after)}); {seconds:.0f} s"
+        f"{options.seeds} schedules, {len(failed)} failed; all workers were in a round {max(settled):.1f} s after the "
+        f"last fault at the latest, in {num_soon} cases within two rounds of a second, in most after {median} (at most "
+        f"{max(rounds_after)}); {seconds:.0f} s"
     )
-    if given.lies:
+    if options.lies:
         print(f"{outside} had a round of which half or more lied; of these, {len(unsettled)} did not settle")
-    if given.seeds < _TOLD_EVERY:
+    if options.seeds < _TOLD_EVERY:
         return 1 if failed else 0
-    told_of = {"first": given.first, "seeds": given.seeds, "lies": given.lies, "failed": sorted(failed)}
-    told_of |= {"outside": outside, "unsettled": sorted(unsettled)} if given.lies else {}
-    late = {
+    facts = {"first": options.first, "seeds": options.seeds, "lies": options.lies, "failed": sorted(failed)}
+    facts |= {"outside": outside, "unsettled": sorted(unsettled)} if options.lies else {}
+    settling = {
         "latest_seconds": max(settled),
-        "within_two_rounds": soon,
+        "within_two_rounds": num_soon,
         "median_rounds": median,
-        "most_rounds": max(after),
+        "most_rounds": max(rounds_after),
     }
-    name = {0: "schedules", 1: "schedules-lies"}.get(given.lies, f"schedules-lies-{given.lies}")
-    print(f"written: {write_results(name, told_of | late | {'seconds': seconds}).name}")
+    name = {0: "schedules", 1: "schedules-lies"}.get(options.lies, f"schedules-lies-{options.lies}")
+    print(f"written: {write_results(name, facts | settling | {'seconds': seconds}).name}")
     return 1 if failed else 0
 
 

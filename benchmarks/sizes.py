@@ -81,7 +81,7 @@ def command(options: tuple[str, ...], out: Path, *more: str) -> list[str]:
 
 def measure(options: tuple[str, ...], out: Path) -> list[Size]:
     """What is told of a run, and what it has."""
-    told = json.loads(
+    estimate = json.loads(
         subprocess.run(command(options, out, "--estimate", "--json"), check=True, capture_output=True).stdout
     )
     with (out.parent / "output.txt").open("wb") as output:
@@ -95,17 +95,17 @@ def measure(options: tuple[str, ...], out: Path) -> list[Size]:
             disk = max(disk, folder_size(out))
     if run.returncode:
         raise SystemExit((out.parent / "output.txt").read_text())
-    rounds = [one.bytes_sent for one in read_history(out).rounds.by_sequence.values() if one.bytes_sent]
+    rounds = [round_.bytes_sent for round_ in read_history(out).rounds.by_sequence.values() if round_.bytes_sent]
     return [
-        Size("memory of a process", told["process_bytes"], max(peaks.values())),
-        Size("disk at most", told["disk_peak_bytes"], disk),
-        Size("bytes of a round", told["round_bytes"], max(rounds)),
+        Size("memory of a process", estimate["process_bytes"], max(peaks.values())),
+        Size("disk at most", estimate["disk_peak_bytes"], disk),
+        Size("bytes of a round", estimate["round_bytes"], max(rounds)),
     ]
 
 
 def worker_peaks(launcher: int) -> list[tuple[int, int]]:
     """(process, peak memory) of the launcher's worker processes; not of a worker's own children."""
-    found = []
+    peaks = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
@@ -113,16 +113,16 @@ def worker_peaks(launcher: int) -> list[tuple[int, int]]:
         except OSError:  # it has ended
             continue
         if int(lines["PPid"]) == launcher and b"spawn_main" in command_line and "VmHWM" in lines:
-            found.append((int(status.parent.name), int(lines["VmHWM"].split()[0]) * 1024))
-    return found
+            peaks.append((int(status.parent.name), int(lines["VmHWM"].split()[0]) * 1024))
+    return peaks
 
 
 def folder_size(folder: Path) -> int:
     total = 0
-    for where, _, names in os.walk(folder):
+    for folder_path, _, names in os.walk(folder):
         for name in names:
             try:
-                total += (Path(where) / name).stat().st_size
+                total += (Path(folder_path) / name).stat().st_size
             except OSError:
                 continue
     return total
@@ -143,10 +143,10 @@ def show(console: Console, results: dict[str, list[Size]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     console, results = Console(), {}
     with tempfile.TemporaryDirectory() as temporary:
-        for case in given.cases:
+        for case in arguments.cases:
             folder = Path(temporary) / case.replace(" ", "-").replace(",", "")
             folder.mkdir()
             options = CASES[case] + SHORT
@@ -156,10 +156,10 @@ def main() -> None:
             results[case] = measure(options, folder / "run")
             show(console, {case: results[case]})
     path = results_path("sizes")
-    before: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
-    now = {case: [asdict(size) | {"off": size.off} for size in sizes] for case, sizes in results.items()}
-    told = {case: (before | now)[case] for case in CASES if case in before | now}
-    console.print(f"written to {write_results('sizes', told)}")
+    earlier: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    measured = {case: [asdict(size) | {"off": size.off} for size in sizes] for case, sizes in results.items()}
+    all_sizes = {case: (earlier | measured)[case] for case in CASES if case in earlier | measured}
+    console.print(f"written to {write_results('sizes', all_sizes)}")
     worst = max(abs(size.off) for sizes in results.values() for size in sizes)
     console.print(f"the furthest off is {worst:.1%}, and {MOST_OFF:.0%} is allowed")
     sys.exit(0 if worst <= MOST_OFF else 1)

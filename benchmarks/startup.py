@@ -27,9 +27,9 @@ MAX_IMPORT_SECONDS, MAX_HELP_SECONDS = 2.0, 1.0
 
 def seconds(arguments: list[str]) -> float:
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"python {' '.join(arguments)} failed:\n{done.stderr}")
+    completed = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise SystemExit(f"python {' '.join(arguments)} failed:\n{completed.stderr}")
     return time.perf_counter() - started
 
 
@@ -39,16 +39,16 @@ def main() -> int:
     repeats = 3 if parser.parse_args().quick else 9
     for arguments in (DILOCO, HELP):
         seconds(arguments)  # compiles what is not compiled yet, and fills the file cache
-    torch, both, help_ = [], [], []
+    torch_seconds, diloco_seconds, help_seconds = [], [], []
     for _ in range(repeats):
-        torch.append(seconds(TORCH))
-        both.append(seconds(DILOCO))
-        help_.append(seconds(HELP))
-    beyond = [with_diloco - without for with_diloco, without in zip(both, torch, strict=True)]
+        torch_seconds.append(seconds(TORCH))
+        diloco_seconds.append(seconds(DILOCO))
+        help_seconds.append(seconds(HELP))
+    beyond = [with_diloco - without for with_diloco, without in zip(diloco_seconds, torch_seconds, strict=True)]
     rows = {
-        "import torch": (Spread.of(torch), None),
+        "import torch": (Spread.of(torch_seconds), None),
         "diloco.DiLoCo beyond torch": (Spread.of(beyond), MAX_IMPORT_SECONDS),
-        "diloco --help": (Spread.of(help_), MAX_HELP_SECONDS),
+        "diloco --help": (Spread.of(help_seconds), MAX_HELP_SECONDS),
     }
     table = Table(title=f"start-up, {repeats} new interpreters each")
     for heading in ("", "lowest", "median", "highest", "target"):

@@ -141,36 +141,36 @@ def train(task: Task, pipe: Connection) -> None:
 
 
 def measured(optimizer: diloco.DiLoCo, step: Callable[[], None], clock: Clock, task: Task) -> Measured:
-    found, loop, syncs = Measured(), optimizer.loop, task.syncs
+    result, loop, syncs = Measured(), optimizer.loop, task.syncs
     steps: list[tuple[bool, Any, Any, Any]] = []
     for _ in range(H * (syncs + 1)):
         in_flight, started = bool(loop.in_flight), clock.now()
         step()
         stepped = clock.now()
         if len(steps) == H:  # the second sync begins
-            loop.on_round = lambda event: found.rounds.append(event.result.seconds if event.result else float("nan"))
+            loop.on_round = lambda event: result.rounds.append(event.result.seconds if event.result else float("nan"))
         waiting = loop.counters.sync_seconds
         if task.other != "apart":
             optimizer.post()
             optimizer.merge()
         steps.append((in_flight, started, stepped, clock.now()))
-        found.waited += loop.counters.sync_seconds - waiting if len(steps) > H else 0.0
+        result.waited += loop.counters.sync_seconds - waiting if len(steps) > H else 0.0
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for in_flight, started, stepped, _ in steps[H:]:
-        (found.with_transfer if in_flight else found.without).append(clock.seconds(started, stepped))
+        (result.with_transfer if in_flight else result.without).append(clock.seconds(started, stepped))
     for first in range(H, len(steps), H):
-        found.outer.append(sum(clock.seconds(one[2], one[3]) for one in steps[first : first + H]))
-    found.waited /= syncs
+        result.outer.append(sum(clock.seconds(moments[2], moments[3]) for moments in steps[first : first + H]))
+    result.waited /= syncs
     if task.trace:
-        with torch.profiler.profile() as seen:
+        with torch.profiler.profile() as profiler:
             for _ in range(H):
                 step()
                 if task.other != "apart":
                     optimizer.post()
                     optimizer.merge()
-        seen.export_chrome_trace(f"{task.trace}/step-time-{task.other}.json.gz")
-    return found
+        profiler.export_chrome_trace(f"{task.trace}/step-time-{task.other}.json.gz")
+    return result
 
 
 def follow(task: Task) -> None:
@@ -204,13 +204,13 @@ def keep_turning(model: Any, sync: diloco.SyncConfig, task: Task) -> None:
 
 def run(task: Task) -> Measured:
     context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe(duplex=False)
-    processes = [context.Process(target=train, args=(task, theirs)), context.Process(target=follow, args=(task,))]
+    receiver, sender = context.Pipe(duplex=False)
+    processes = [context.Process(target=train, args=(task, sender)), context.Process(target=follow, args=(task,))]
     for process in processes:
         process.start()
-    theirs.close()
+    sender.close()
     try:
-        found: Measured = mine.recv()
+        result: Measured = receiver.recv()
     except EOFError:
         raise SystemExit("worker 0 gave no result") from None
     finally:
@@ -219,28 +219,28 @@ def run(task: Task) -> Measured:
         for process in processes:
             process.join(LIMIT_SECONDS)
             process.kill()
-    return found
+    return result
 
 
-def summarise(task: Task, found: Measured) -> dict[str, Any]:
+def summarise(task: Task, result: Measured) -> dict[str, Any]:
     row = {name: value for name, value in asdict(task).items() if name not in ("port", "trace")} | {
         "H": H,
         "overlap_steps": OVERLAP,
     }
-    spreads = {"with": found.with_transfer, "without": found.without, "outer": found.outer, "round": found.rounds}
+    spreads = {"with": result.with_transfer, "without": result.without, "outer": result.outer, "round": result.rounds}
     for name, values in spreads.items():
         if not values:  # of a round, where there is none
             continue
         row[f"{name}_seconds"] = vars(Spread.of(values))
         print(f"{name:8} {1e3 * statistics.median(values):8.2f} ms  ({len(values)})")
-    usual = statistics.median(found.without)
-    row["slower"] = statistics.median(found.with_transfer) / usual if found.with_transfer else None
-    row["lost_seconds"] = sum(one - usual for one in found.with_transfer + found.without) / task.syncs
-    print(f"lost     {1e3 * row['lost_seconds']:8.2f} ms  a sync, of {1e3 * H * usual:.1f}")
-    row["waited_seconds"] = found.waited
-    share = sum(found.with_transfer) + sum(found.without)
-    row["utilization"] = share / (share + sum(found.outer))
-    if found.with_transfer:
+    usual_seconds = statistics.median(result.without)
+    row["slower"] = statistics.median(result.with_transfer) / usual_seconds if result.with_transfer else None
+    row["lost_seconds"] = sum(seconds - usual_seconds for seconds in result.with_transfer + result.without) / task.syncs
+    print(f"lost     {1e3 * row['lost_seconds']:8.2f} ms  a sync, of {1e3 * H * usual_seconds:.1f}")
+    row["waited_seconds"] = result.waited
+    share = sum(result.with_transfer) + sum(result.without)
+    row["utilization"] = share / (share + sum(result.outer))
+    if result.with_transfer:
         print(f"a step with a round in flight takes {row['slower']:.3f} of one without", end="; ")
     print(f"utilisation {row['utilization']:.1%}")
     return row
@@ -257,19 +257,19 @@ def main() -> int:
     parser.add_argument("--other", choices=("cpu", "gpu", "apart"), nargs="*", default=["cpu", "gpu", "apart"])
     parser.add_argument("--apart-step-seconds", type=float, default=0.0224)
     parser.add_argument("--trace", default="", help="a folder for a trace of one more sync of each case")
-    given = parser.parse_args()
-    if given.device == "cuda":
+    options = parser.parse_args()
+    if options.device == "cuda":
         check_cuda("use --device cpu")
     rows = []
-    for other in given.other:
+    for other in options.other:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = int(free.getsockname()[1])
-        sizes = (given.device, given.model, given.batch, given.sequence, given.syncs, given.codec)
-        task = Task(*sizes, other, given.trace, given.apart_step_seconds, port)
+        sizes = (options.device, options.model, options.batch, options.sequence, options.syncs, options.codec)
+        task = Task(*sizes, other, options.trace, options.apart_step_seconds, port)
         print(f"worker 1: {other}")
         rows.append(summarise(task, run(task)))
-    device = torch.cuda.get_device_name() if given.device == "cuda" else None
+    device = torch.cuda.get_device_name() if options.device == "cuda" else None
     print(write_results("step-time", rows, device=device))
     slow = [row["slower"] for row in rows if row["other"] == "cpu" and row["slower"] > MOST_SLOWER]
     if slow:

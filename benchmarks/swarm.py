@@ -110,13 +110,13 @@ def measure(part: str, folder: Path, quick: bool) -> tuple[Any, list[str]]:
             rounds = one_round(folder, parameters, ["fp16", "int8", "int4"], repeats)
             return rounds, show_rounds(rounds)
         case "losses":
-            lost = losses(folder, 4_000_000)
-            return [asdict(row) for row in lost], show_losses(lost)
+            loss_rows = losses(folder, 4_000_000)
+            return [asdict(row) for row in loss_rows], show_losses(loss_rows)
         case "joins":
-            joined = joining(folder, 1_000_000 if quick else 10_000_000)
-            return [asdict(row) for row in joined], show_joins(joined)
-    many = crowd(folder, 6 if quick else 16, 10 if quick else 40, 0.5)
-    return asdict(many), show_crowd(many)
+            join_rows = joining(folder, 1_000_000 if quick else 10_000_000)
+            return [asdict(row) for row in join_rows], show_joins(join_rows)
+    crowd_rounds = crowd(folder, 6 if quick else 16, 10 if quick else 40, 0.5)
+    return asdict(crowd_rounds), show_crowd(crowd_rounds)
 
 
 def _measured_before() -> dict[str, Any]:
@@ -129,14 +129,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="small vectors and few rounds, to see whether it works")
-    given = parser.parse_args()
+    options = parser.parse_args()
     results: dict[str, Any] = {}
     missed: list[str] = []
-    for part in given.only:
+    for part in options.only:
         with tempfile.TemporaryDirectory() as folder:
-            results[part], problems = measure(part, Path(folder), given.quick)
+            results[part], problems = measure(part, Path(folder), options.quick)
         missed += problems
-    if not given.quick:
+    if not options.quick:
         print(f"written: {write_results('swarm', _measured_before() | results).name}")
     for target in missed:
         print(f"target missed: {target}")

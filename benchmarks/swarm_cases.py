@@ -49,9 +49,9 @@ class Rounds:
     def row(self, extra_bytes: int) -> dict[str, object]:
         low = min(self.loopback)  # others on this machine use the device too
         reported = max(self.reported) if any(self.reported) else None
-        told = {"case": self.case, "parameters": self.parameters, "seconds": vars(Spread.of(self.seconds))}
-        told["cpu_seconds"] = vars(Spread.of(self.cpu))
-        return told | {"reported_bytes": reported, "loopback_bytes": low, "extra_memory_bytes": extra_bytes}
+        row = {"case": self.case, "parameters": self.parameters, "seconds": vars(Spread.of(self.seconds))}
+        row["cpu_seconds"] = vars(Spread.of(self.cpu))
+        return row | {"reported_bytes": reported, "loopback_bytes": low, "extra_memory_bytes": extra_bytes}
 
 
 def one_round(folder: Path, parameters: int, codecs: list[str], repeats: int) -> list[dict[str, object]]:
@@ -65,11 +65,11 @@ def one_round(folder: Path, parameters: int, codecs: list[str], repeats: int) ->
         sides = {f"{OURS}{name}": (pair, name) for name in codecs}
         sides |= {RAW: ([first, second], "go"), STREAMS: (streams, "go")}
         rows = {case: Rounds(case, parameters) for case in sides}
-        before = {case: _memory(workers) for case, (workers, _) in sides.items()}
+        memory_before = {case: _memory(workers) for case, (workers, _) in sides.items()}
         for repeat in range(-_WARM_UP, repeats):
             for case, (workers, command) in sides.items():
                 measure_round(rows[case] if repeat >= 0 else Rounds(case, parameters), workers, command)
-        extra = {case: _memory(workers) - before[case] for case, (workers, _) in sides.items()}
+        extra = {case: _memory(workers) - memory_before[case] for case, (workers, _) in sides.items()}
         for worker in [*pair, first, second, *streams]:
             worker.ask(None, 30.0)
     return [rows[case].row(extra[case] // 2) for case in sides]
@@ -90,18 +90,18 @@ def measure_round(row: Rounds, workers: list[Worker], command: str) -> None:
     for worker in workers:
         worker.hear(_ROUND_SECONDS)
     time.sleep(0.1)
-    before, cpu_before = _loopback_bytes(), _cpu_seconds(workers)
+    loopback_before, cpu_before = _loopback_bytes(), _cpu_seconds(workers)
     for worker in workers:
         worker.say("go")
-    told: list[Exchange] = [worker.hear(_ROUND_SECONDS) for worker in workers]
-    loopback = _loopback_bytes() - before
+    exchanges: list[Exchange] = [worker.hear(_ROUND_SECONDS) for worker in workers]
+    loopback = _loopback_bytes() - loopback_before
     time.sleep(_AFTER_SECONDS)  # what is done beside training, such as the check of a mean, is work of this round too
     row.cpu.append((_cpu_seconds(workers) - cpu_before) / len(workers))
-    row.seconds.append(max(one.seconds for one in told))
-    row.reported.append(max(one.bytes_sent for one in told) / row.parameters)
+    row.seconds.append(max(exchange.seconds for exchange in exchanges))
+    row.reported.append(max(exchange.bytes_sent for exchange in exchanges) / row.parameters)
     row.loopback.append(loopback / len(workers) / row.parameters)
-    if len({one.digest for one in told}) > 1 and row.case != RAW:  # its peers differ by design
-        raise SystemExit(f"{row.case}: the peers have different means: {told}")
+    if len({exchange.digest for exchange in exchanges}) > 1 and row.case != RAW:  # its peers differ by design
+        raise SystemExit(f"{row.case}: the peers have different means: {exchanges}")
 
 
 def _loopback_bytes() -> int:
@@ -174,33 +174,35 @@ DEEDS: dict[str, Callable[[Worker, int], None]] = {
 def losses(folder: Path, parameters: int) -> list[Loss]:
     """With the default timeouts. The dead are lost one after another, from four until one is left; of those that
     freeze there is one in a swarm, since a swarm of which most have fallen silent waits longer on purpose."""
-    found = []
+    loss_rows = []
     for deed in DEEDS:
         for victim in ("leader", "other"):
             sizes = [(4, 1), (3, 1), (2, 1)] if "SIGSTOP" in deed else [(4, 3)]
             for workers, deaths in sizes:
-                place = folder / f"{deed}-{victim}-{workers}".replace(" ", "-")
-                found += _lose(place, parameters, deed, victim, (workers, deaths))
-    return found
+                case_folder = folder / f"{deed}-{victim}-{workers}".replace(" ", "-")
+                loss_rows += _lose(case_folder, parameters, deed, victim, (workers, deaths))
+    return loss_rows
 
 
 def _lose(folder: Path, parameters: int, deed: str, victim: str, of: tuple[int, int]) -> list[Loss]:
     """`of`: so many workers, of which so many are lost."""
-    found = []
+    loss_rows = []
     with Workers(folder) as all_:
         names = [f"machine-{index}" for index in range(of[0])]
         workers = all_.start_all(names, average, parameters, SyncConfig(_H, "fp32", timeout_seconds=120.0))
         for _ in range(of[1]):
-            usual = statistics.median(max(one.seconds for one in _round(workers)) for _ in range(_PEACEFUL))
-            lost = workers.pop(0 if victim == "leader" else -1)
+            usual_seconds = statistics.median(
+                max(round_.seconds for round_ in _round(workers)) for _ in range(_PEACEFUL)
+            )
+            lost_worker = workers.pop(0 if victim == "leader" else -1)
             if "between" in deed:
-                DEEDS[deed](lost, parameters)
+                DEEDS[deed](lost_worker, parameters)
                 _begin(workers)
             else:
-                _begin([*workers, lost])
-                DEEDS[deed](lost, parameters)
-            found.append(_loss(deed, victim, [worker.hear(_ROUND_SECONDS) for worker in workers], usual))
-    return found
+                _begin([*workers, lost_worker])
+                DEEDS[deed](lost_worker, parameters)
+            loss_rows.append(_loss(deed, victim, [worker.hear(_ROUND_SECONDS) for worker in workers], usual_seconds))
+    return loss_rows
 
 
 def _begin(workers: list[Worker]) -> None:
@@ -213,13 +215,13 @@ def _round(workers: list[Worker]) -> list[Round]:
     return [worker.hear(_ROUND_SECONDS) for worker in workers]
 
 
-def _loss(deed: str, victim: str, told: list[Round], usual: float) -> Loss:
-    seconds = max(one.seconds for one in told)
-    ended = all(one.failure is None for one in told)
-    one_state = len({one.digest for one in told}) == 1 and len({str(one.weights) for one in told}) == 1
-    intact = all(told[0].weights.get(one.worker) == _H for one in told)
-    same = ended and one_state and intact and told[0].anchor == told[0].anchor
-    return Loss(deed, victim, len(told) + 1, seconds, seconds - usual, same)
+def _loss(deed: str, victim: str, rounds: list[Round], usual_seconds: float) -> Loss:
+    seconds = max(round_.seconds for round_ in rounds)
+    ended = all(round_.failure is None for round_ in rounds)
+    one_state = len({round_.digest for round_ in rounds}) == 1 and len({str(round_.weights) for round_ in rounds}) == 1
+    intact = all(rounds[0].weights.get(round_.worker) == _H for round_ in rounds)
+    same = ended and one_state and intact and rounds[0].anchor == rounds[0].anchor
+    return Loss(deed, victim, len(rounds) + 1, seconds, seconds - usual_seconds, same)
 
 
 # (c) Joining
@@ -238,7 +240,7 @@ class Join:
 
 def joining(folder: Path, parameters: int, joiners: int = 3) -> list[Join]:
     """Two workers train; others join them one after another."""
-    sync, found = SyncConfig(10, "fp16", timeout_seconds=120.0), []
+    sync, joins = SyncConfig(10, "fp16", timeout_seconds=120.0), []
     with Workers(folder) as all_:
         first = all_.start("first", train_freely, parameters, sync, 0.05)
         first.hear(120.0)
@@ -251,10 +253,12 @@ def joining(folder: Path, parameters: int, joiners: int = 3) -> list[Join]:
             had_state = time.monotonic()
             time.sleep(4.0)
             rounds: list[tuple[int, float, bool]] = joiner.ask("end", 60.0)
-            mine = min((sequence for sequence, _, took_part in rounds if took_part), default=-1)
-            missed = [sequence for sequence, at, _ in rounds if at > had_state and sequence < mine]
+            first_own_round = min((sequence for sequence, _, took_part in rounds if took_part), default=-1)
+            missed = [
+                sequence for sequence, ended_at, _ in rounds if ended_at > had_state and sequence < first_own_round
+            ]
             waited = joined.state_seconds - joined.member_seconds
-            found.append(Join(parameters, joined.member_seconds, waited, len(missed) if mine >= 0 else -1))
+            joins.append(Join(parameters, joined.member_seconds, waited, len(missed) if first_own_round >= 0 else -1))
         for worker in (first, second):
             worker.ask("end", 60.0)
-    return found
+    return joins

@@ -40,8 +40,10 @@ def crowd(folder: Path, peers: int, rounds: int, pause_seconds: float) -> Crowd:
 
     def start(index: int) -> None:
         machine = folder / f"machine-{index}" / "swarm"
-        known = [one.addresses[0] for one in engines[0].status().members if one.live] if engines else []
-        write_private(machine / invitation_file(), invite(key, known[:4], 3600.0, time.time()).text())
+        known_addresses = (
+            [member.addresses[0] for member in engines[0].status().members if member.live] if engines else []
+        )
+        write_private(machine / invitation_file(), invite(key, known_addresses[:4], 3600.0, time.time()).text())
         engine = SwarmEngine(Settings(str(machine), "worker-0", founder=index == 0, host="127.0.0.1"))
         engine.serve_state(lambda: GlobalState({"0.anchor": torch.zeros(1)}, {"sequence": 0}, "same"))
         engine.fetch_state()
@@ -59,14 +61,16 @@ def crowd(folder: Path, peers: int, rounds: int, pause_seconds: float) -> Crowd:
 
 def _until_all_see_all(engines: list[SwarmEngine]) -> None:
     end = time.monotonic() + 60.0
-    while any(sum(one.live and one.has_state for one in e.status().members) < len(engines) for e in engines):
+    while any(
+        sum(member.live and member.has_state for member in engine.status().members) < len(engines) for engine in engines
+    ):
         if time.monotonic() > end:
             raise SystemExit("the peers do not see each other")
         time.sleep(0.1)
 
 
 def _crowd_rounds(engines: list[SwarmEngine], rounds: int, pause_seconds: float) -> Crowd:
-    told: dict[int, list[int]] = {sequence: [] for sequence in range(rounds)}
+    contributors_of_round: dict[int, list[int]] = {sequence: [] for sequence in range(rounds)}
     seconds, failed, lock = list[float](), list[str](), threading.Lock()
 
     def train(engine: SwarmEngine) -> None:
@@ -81,7 +85,7 @@ def _crowd_rounds(engines: list[SwarmEngine], rounds: int, pause_seconds: float)
                     RoundKey(sequence, 0), Contribution(vector, 1.0, 32.0, "anchor", "same", 1000.0), 60.0
                 ).wait()
                 with lock:
-                    told[sequence].append(len(result.contributors))
+                    contributors_of_round[sequence].append(len(result.contributors))
                     seconds.append(time.monotonic() - posted)
             except RoundFailed as failure:
                 with lock:
@@ -89,7 +93,7 @@ def _crowd_rounds(engines: list[SwarmEngine], rounds: int, pause_seconds: float)
                 engine.fetch_state()
 
     _together([partial(train, engine) for engine in engines])
-    full = sum(contributors == [len(engines)] * len(engines) for contributors in told.values())
+    full = sum(contributors == [len(engines)] * len(engines) for contributors in contributors_of_round.values())
     return Crowd(len(engines), rounds, full, len(failed), Spread.of(seconds))
 
 
@@ -97,13 +101,13 @@ def _together(work: list[Callable[[], None]]) -> None:
     """Each in a thread; raises the first one's error."""
     errors: list[BaseException] = []
 
-    def run(one: Callable[[], None]) -> None:
+    def run(call: Callable[[], None]) -> None:
         try:
-            one()
+            call()
         except BaseException as error:  # noqa: BLE001  raised again below
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(one,)) for one in work]
+    threads = [threading.Thread(target=run, args=(call,)) for call in work]
     for thread in threads:
         thread.start()
     for thread in threads:

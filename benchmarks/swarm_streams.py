@@ -50,12 +50,12 @@ async def _pass(settings: Settings, pipe: Connection, half: int, first: tuple[st
         if first is not None:
             await transport.connect(*first, _SECONDS)
         pipe.send((True, (transport.peer, await transport.addresses())))
-        other = await asyncio.to_thread(pipe.recv)
+        other_peer = await asyncio.to_thread(pipe.recv)
         while await asyncio.to_thread(pipe.recv) is not None:
             pipe.send((True, "ready"))
             await asyncio.to_thread(pipe.recv)
             started = time.monotonic()
-            stream = await transport.open_stream(other, _SECONDS)
+            stream = await transport.open_stream(other_peer, _SECONDS)
             async with asyncio.timeout(_SECONDS):
                 await asyncio.gather(both_ways(stream, incoming[1]), served.get())
             stream.close()

@@ -37,7 +37,7 @@ def exchange(settings: Settings, pipe: Connection, numel: int) -> None:
     engine = SwarmEngine(settings)
     engine.serve_state(lambda: GlobalState({"0.anchor": torch.zeros(1)}, {"sequence": 0}, "same"))
     engine.fetch_state()
-    gradient_, mean = torch.randn(numel), torch.empty(numel)
+    gradient, mean = torch.randn(numel), torch.empty(numel)
     sequence, vectors = 0, dict[str, EncodedVector]()
     pipe.send((True, engine.worker))
     while (name := pipe.recv()) is not None:
@@ -45,7 +45,7 @@ def exchange(settings: Settings, pipe: Connection, numel: int) -> None:
         pipe.send((True, "ready"))
         pipe.recv()
         started = time.monotonic()
-        norm = _encode(gradient_, vector)
+        norm = _encode(gradient, vector)
         contribution = Contribution(vector, 1.0, norm, "anchor", "vector", 1000.0)
         result = engine.start_round(RoundKey(sequence, 0), contribution, 120.0).wait()
         _decode(result.mean, mean)
@@ -58,11 +58,14 @@ def exchange(settings: Settings, pipe: Connection, numel: int) -> None:
 
 def _spans(vector: EncodedVector) -> "list[tuple[int, int, slice]]":
     """As the outer loop goes through a fragment: first part, number of parts, elements."""
-    part, layout = vector.layout.part_elements, vector.layout
-    parts = max(1, span_elements(vector.data.device) // part)
+    part_elements, layout = vector.layout.part_elements, vector.layout
+    parts = max(1, span_elements(vector.data.device) // part_elements)
     firsts = range(0, layout.num_parts, parts)
     counts = [min(parts, layout.num_parts - first) for first in firsts]
-    return [(f, n, slice(f * part, min((f + n) * part, layout.numel))) for f, n in zip(firsts, counts, strict=True)]
+    return [
+        (f, n, slice(f * part_elements, min((f + n) * part_elements, layout.numel)))
+        for f, n in zip(firsts, counts, strict=True)
+    ]
 
 
 def _encode(values: Tensor, vector: EncodedVector) -> float:
@@ -102,8 +105,8 @@ def train_freely(settings: Settings, pipe: Connection, numel: int, sync: SyncCon
     rounds: list[tuple[int, float, bool]] = []
 
     def note(event: RoundEvent) -> None:
-        mine = event.result is not None and engine.worker in event.result.contributors
-        rounds.append((event.key.sequence, time.monotonic(), mine))
+        took_part = event.result is not None and engine.worker in event.result.contributors
+        rounds.append((event.key.sequence, time.monotonic(), took_part))
 
     optimizer.loop.on_round = note
     pipe.send((True, Joined(engine.worker, optimizer.loop.state.sequence, member_seconds, time.monotonic() - began)))

@@ -174,14 +174,14 @@ def free_ports() -> int:
 def errors_kept() -> Iterator[None]:
     """torchft logs every quorum to standard error, in all processes: shown only if a run fails."""
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as kept:
+    with tempfile.TemporaryFile() as error_file:
         real = os.dup(2)
-        os.dup2(kept.fileno(), 2)
+        os.dup2(error_file.fileno(), 2)
         try:
             yield
         except BaseException:
-            kept.seek(0)
-            os.write(real, kept.read()[-10_000:])
+            error_file.seek(0)
+            os.write(real, error_file.read()[-10_000:])
             raise
         finally:
             os.dup2(real, 2)
@@ -247,13 +247,13 @@ def summarise(case: str, size: str, runs: list[list[Measured]], memory_run: list
     with torch.device("meta"):
         parameters = build_model(size).config.num_parameters()
     pairs = [pair for run_ in runs for pair in zip(*(m.seconds[1:] for m in run_), strict=True)]
-    sent = [max(m.bytes_sent[1:]) for run_ in runs for m in run_]
+    sent_bytes = [max(m.bytes_sent[1:]) for run_ in runs for m in run_]
     reported = [count for run_ in runs for m in run_ for count in m.bytes_reported]
     return Row(
         size,
         case,
         parameters,
-        max(sent) / parameters,
+        max(sent_bytes) / parameters,
         max(reported) / parameters if reported else None,
         Spread.of([max(pair) for pair in pairs]),
         Spread.of([seconds for run_ in runs for m in run_ for seconds in m.cpu_seconds[1:]]),
@@ -269,9 +269,9 @@ def missed_targets(rows: list[Row]) -> list[str]:
             missed.append(f"{row.size}: {row.bytes_per_parameter:.3f} bytes a parameter, above {MAX_BYTES}")
         if row.held_copies.high > MAX_COPIES:
             missed.append(f"{row.size}: holds {row.held_copies.high:.2f} copies, above {MAX_COPIES:g}")
-        theirs = [other.seconds.median for other in rows if (other.size, other.case) == (row.size, TORCHFT)]
-        if theirs and row.seconds.median > theirs[0]:
-            missed.append(f"{row.size}: {row.seconds.median:.3f} s a sync, above torchft's {theirs[0]:.3f} s")
+        torchft_seconds = [other.seconds.median for other in rows if (other.size, other.case) == (row.size, TORCHFT)]
+        if torchft_seconds and row.seconds.median > torchft_seconds[0]:
+            missed.append(f"{row.size}: {row.seconds.median:.3f} s a sync, above torchft's {torchft_seconds[0]:.3f} s")
     return missed
 
 

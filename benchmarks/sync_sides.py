@@ -65,11 +65,11 @@ def torchft(task: Task, rank: int) -> Iterator[Build]:
 
     store = TCPStore("127.0.0.1", task.port + rank, is_master=True, wait_for_workers=False)
     limit = timedelta(seconds=LIMIT_SECONDS)
-    parts: dict[str, Any] = {}
+    state_holders: dict[str, Any] = {}
     manager = Manager(
         pg=ProcessGroupGloo(timeout=limit),
-        load_state_dict=lambda state: [part.load_state_dict(state[name]) for name, part in parts.items()],
-        state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
+        load_state_dict=lambda state: [holder.load_state_dict(state[name]) for name, holder in state_holders.items()],
+        state_dict=lambda: {name: holder.state_dict() for name, holder in state_holders.items()},
         min_replica_size=WORKERS,
         use_async_quorum=False,
         timeout=limit,
@@ -85,7 +85,7 @@ def torchft(task: Task, rank: int) -> Iterator[Build]:
 
     def build(model: Any, inner: Any) -> tuple[Any, list[int]]:
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-        parts.update(model=model, inner=inner)
+        state_holders.update(model=model, inner=inner)
         DiLoCo(manager, [model], inner, outer, sync_every=STEPS_PER_SYNC).__enter__()
         return inner.step, []
 

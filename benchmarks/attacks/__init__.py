@@ -49,10 +49,10 @@ def instead_of(owner: Any, method: str) -> Callable[[Callable[..., Any]], Callab
         honest = getattr(owner, method)
 
         @functools.wraps(honest)
-        def changed(*arguments: Any, **named: Any) -> Any:
-            return function(honest, *arguments, **named)
+        def replacement(*arguments: Any, **keywords: Any) -> Any:
+            return function(honest, *arguments, **keywords)
 
-        setattr(owner, method, changed)
+        setattr(owner, method, replacement)
         return function
 
     return put

@@ -36,16 +36,18 @@ def _changed(
     posted: PostedRound, change: Callable[[Tensor], Tensor], claim: float | None, **fields: Any
 ) -> PostedRound:
     """With other values, and a header that fits them; `claim`: the norm that the header says instead."""
-    own, parts = codec(posted.codec), posted.num_parts
-    values = torch.empty(parts, posted.part_elements)
-    own.decode(torch.frombuffer(bytearray(posted.contribution.view), dtype=torch.uint8).view(parts, -1), values)
+    codec_used, num_parts = codec(posted.codec), posted.num_parts
+    values = torch.empty(num_parts, posted.part_elements)
+    codec_used.decode(
+        torch.frombuffer(bytearray(posted.contribution.view), dtype=torch.uint8).view(num_parts, -1), values
+    )
     values = change(values)
-    encoded = torch.empty(parts, own.part_bytes(posted.part_elements), dtype=torch.uint8)
-    own.encode(values, encoded)
-    own.decode(encoded, values)
+    encoded = torch.empty(num_parts, codec_used.part_bytes(posted.part_elements), dtype=torch.uint8)
+    codec_used.encode(values, encoded)
+    codec_used.decode(encoded, values)
     norm = float(torch.linalg.vector_norm(values)) if claim is None else claim
-    made = with_fields(posted.header, **{f"at_{_NORM}": norm}, **fields)
-    return structs.replace(posted, contribution=SharedMemory.copy_of(encoded.numpy().tobytes()), header=made)
+    new_header = with_fields(posted.header, **{f"at_{_NORM}": norm}, **fields)
+    return structs.replace(posted, contribution=SharedMemory.copy_of(encoded.numpy().tobytes()), header=new_header)
 
 
 def _tell_beside(note: bytes | None = None, **fields: Any) -> None:
@@ -129,13 +131,13 @@ def against_sometimes() -> None:
 def first_ready_with_another_layout() -> None:
     """As soon as a round has ended it is the first to post the next, of another model and with another bound."""
 
-    async def post_first(made: PresentWorker) -> None:
+    async def post_first(present_worker: PresentWorker) -> None:
         participant = node().participant
         for _ in range(4):
             leader = participant.members.leader()
             try:
                 if leader is not None:
-                    await participant.calls.ask(leader, Ready(made, 1e9, "mean"))
+                    await participant.calls.ask(leader, Ready(present_worker, 1e9, "mean"))
             except (CallRefused, Unreachable):
                 pass
             await asyncio.sleep(0.1)
@@ -146,8 +148,8 @@ def first_ready_with_another_layout() -> None:
         if has_begun():
             fields = {f"at_{_SEQUENCE}": round_.sequence + 1, f"at_{_LAYOUT}": b"another"}
             contribution = round_.contribution
-            made = structs.replace(contribution, header=with_fields(contribution.header, **fields))
-            _tasks.add(asyncio.create_task(post_first(made)))
+            present_worker = structs.replace(contribution, header=with_fields(contribution.header, **fields))
+            _tasks.add(asyncio.create_task(post_first(present_worker)))
 
     _contribute(lambda values: values, None, {f"at_{_LAYOUT}": b"another"})
 

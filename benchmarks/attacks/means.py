@@ -27,7 +27,7 @@ def forged_end() -> None:
     """It says that the round has ended, with a mean of NaN and votes that it has made for all."""
 
     def forge(sequence: int) -> messages.Outcome:
-        own, last = node(), node().outcomes.recent.get(node().own.ended_round)
+        own_node, last = node(), node().outcomes.recent.get(node().own.ended_round)
         if last is None:
             return messages.Outcome()
         entries = tuple(
@@ -42,11 +42,11 @@ def forged_end() -> None:
         key = replace(last.plan.key, sequence=sequence)
         plan = structs.replace(last.plan, key=key, entries=entries, shares=())
         parts, data = last.certificate.num_parts, _NAN * (len(last.mean) // 2)
-        notary = own.outcomes.notary
-        told = bytes(directions_bytes(plan))
-        ranges = tuple(notary.sign_range(plan, digest, told) for digest in range_digests(plan, parts, data))
+        notary = own_node.outcomes.notary
+        directions = bytes(directions_bytes(plan))
+        ranges = tuple(notary.sign_range(plan, digest, directions) for digest in range_digests(plan, parts, data))
         vote = notary.vote(plan, parts, ranges)
-        return messages.Outcome(plan, Certificate(parts, ranges, {e.peer: vote.signature for e in entries}))
+        return messages.Outcome(plan, Certificate(parts, ranges, {entry.peer: vote.signature for entry in entries}))
 
     @instead_of(Node, "_answer")
     async def answer(honest: Callable[..., Any], self: Node, peer: str, request: Any) -> Any:
@@ -59,10 +59,12 @@ def forged_end() -> None:
 
     @instead_of(Heartbeats, "_beat_for")
     def beat(honest: Callable[..., messages.Beat], self: Heartbeats, *arguments: Any) -> messages.Beat:
-        made = honest(self, *arguments)
+        honest_beat = honest(self, *arguments)
         if not has_begun():
-            return made
-        return structs.replace(made, status=structs.replace(made.status, ended_round=made.status.ended_round + 1))
+            return honest_beat
+        return structs.replace(
+            honest_beat, status=structs.replace(honest_beat.status, ended_round=honest_beat.status.ended_round + 1)
+        )
 
     @instead_of(Outcomes, "serve_mean")
     async def serve(honest: Callable[..., Any], self: Outcomes, stream: Stream, request: messages.OpenMean) -> None:
@@ -98,8 +100,8 @@ def different_means() -> None:
 
     @instead_of(Transfer, "_send_mean")
     async def send(honest: Callable[..., Any], self: Transfer, stream: Stream) -> None:
-        others = [entry.peer for entry in self.plan.entries if entry.peer != self._transport.peer]
-        if not has_begun(self.plan.key.sequence) or others.index(stream.peer) % 2 or not len(self._mine):
+        other_peers = [entry.peer for entry in self.plan.entries if entry.peer != self._transport.peer]
+        if not has_begun(self.plan.key.sequence) or other_peers.index(stream.peer) % 2 or not len(self._mine):
             await honest(self, stream)
             return
         await self._wait_until(lambda: self._reduced == len(self._mine), 5.0)
@@ -107,9 +109,9 @@ def different_means() -> None:
         digest.add(wrong)
         await write_frame(stream, wrong, 1.0)
         await write_frame(stream, bytes(comparison_bytes(len(self.plan.contributors))), 1.0)
-        told = bytes(directions_bytes(self.plan))
-        signed = node().outcomes.notary.sign_range(self.plan, digest.digest(), told)
-        await write_frame(stream, told + signed.signature, 1.0)
+        directions = bytes(directions_bytes(self.plan))
+        signature = node().outcomes.notary.sign_range(self.plan, digest.digest(), directions)
+        await write_frame(stream, directions + signature.signature, 1.0)
 
 
 def false_accusation() -> None:

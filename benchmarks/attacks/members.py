@@ -33,28 +33,28 @@ def number_1_is_mine() -> None:
 
     @instead_of(Heartbeats, "hello")
     def hello(honest: Callable[..., messages.Hello], self: Heartbeats) -> messages.Hello:
-        made = honest(self)
-        return structs.replace(made, status=structs.replace(made.status, number=1))
+        honest_hello = honest(self)
+        return structs.replace(honest_hello, status=structs.replace(honest_hello.status, number=1))
 
     @instead_of(Heartbeats, "_beat_for")
     def beat(honest: Callable[..., messages.Beat], self: Heartbeats, *arguments: Any) -> messages.Beat:
-        made = honest(self, *arguments)
-        return structs.replace(made, status=structs.replace(made.status, number=1))
+        honest_beat = honest(self, *arguments)
+        return structs.replace(honest_beat, status=structs.replace(honest_beat.status, number=1))
 
 
 def invented_members() -> None:
     """It names 10,000 members, with its own invitation and the address of a third party (ATTACK_PORT)."""
 
     async def tell() -> None:
-        own = node()
-        invitation = Invitation.parse(own.settings.path(invitation_file()).read_text(), None)
+        own_node = node()
+        invitation = Invitation.parse(own_node.settings.path(invitation_file()).read_text(), None)
         port, invented = os.environ["ATTACK_PORT"], list[messages.RosterEntry]()
         while not has_begun():
             await asyncio.sleep(0.2)
         for count in range(_INVENTED):
             peer = peer_id(secrets.token_bytes(32))
-            where = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)
-            invented.append(messages.RosterEntry(peer, invitation.credential(peer).data(), where, 5 + count % 1000))
+            addresses = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)
+            invented.append(messages.RosterEntry(peer, invitation.credential(peer).data(), addresses, 5 + count % 1000))
             if len(invented) == 256:
                 await _tell_all(tuple(invented))
                 invented.clear()
@@ -64,11 +64,11 @@ def invented_members() -> None:
 
 
 async def _tell_all(invented: tuple[messages.RosterEntry, ...]) -> None:
-    own = node()
-    for peer in own.members.live():
-        beat = structs.replace(own.heartbeats._beat_for(peer), roster=invented)
+    own_node = node()
+    for peer in own_node.members.live():
+        beat = structs.replace(own_node.heartbeats._beat_for(peer), roster=invented)
         with contextlib.suppress(CallRefused, Unreachable):
-            await own.transport.call(peer.name, addressed(own.members, peer.name, beat), 5.0)
+            await own_node.transport.call(peer.name, addressed(own_node.members, peer.name, beat), 5.0)
 
 
 def invented_with_a_live_number() -> None:
@@ -76,16 +76,16 @@ def invented_with_a_live_number() -> None:
     the address of a third party."""
 
     async def tell() -> None:
-        own = node()
+        own_node = node()
         while not has_begun():
             await asyncio.sleep(0.2)
-        key, port = RunKey.load(own.settings.path(RUN_KEY_FILE)), os.environ["ATTACK_PORT"]
+        key, port = RunKey.load(own_node.settings.path(RUN_KEY_FILE)), os.environ["ATTACK_PORT"]
         peers = [peer_id(secrets.token_bytes(32)) for _ in range(60)]
-        made = [(peer, invite(key, [], 86400.0, time.time()).credential(peer).data()) for peer in peers]
+        credentials = [(peer, invite(key, [], 86400.0, time.time()).credential(peer).data()) for peer in peers]
         while True:
             roster = tuple(
                 messages.RosterEntry(peer, credential, (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",), 1)
-                for peer, credential in made
+                for peer, credential in credentials
             )
             await _tell_all(roster)
             await asyncio.sleep(1.0)
@@ -103,13 +103,13 @@ def withholds_and_returns() -> None:
         await honest(self)
 
     async def come_and_go() -> None:
-        seen = -1
+        last_handled = -1
         while True:
-            own = node()
-            ended = max((peer.status.ended_round for peer in own.members.live()), default=-1)
-            if has_begun() and ended > seen:
-                seen = ended
-                await _leave_and_return(own)
+            own_node = node()
+            ended = max((peer.status.ended_round for peer in own_node.members.live()), default=-1)
+            if has_begun() and ended > last_handled:
+                last_handled = ended
+                await _leave_and_return(own_node)
             await asyncio.sleep(0.2)
 
     beside(come_and_go)
@@ -127,9 +127,9 @@ def goodbye_flood() -> None:
     beside(flood)
 
 
-async def _leave_and_return(own: Node) -> None:
-    peers = [peer.name for peer in own.members.live()]
-    await own.heartbeats.say_goodbye(2.0)
+async def _leave_and_return(own_node: Node) -> None:
+    peers = [peer.name for peer in own_node.members.live()]
+    await own_node.heartbeats.say_goodbye(2.0)
     for name in peers:
         with contextlib.suppress(CallRefused, Unreachable, Malformed, PeerRefused):
-            await own.heartbeats.say_hello(name)
+            await own_node.heartbeats.say_hello(name)

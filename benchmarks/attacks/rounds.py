@@ -39,11 +39,11 @@ def never_posts() -> None:
 
     @instead_of(Heartbeats, "_beat_for")
     def beat(honest: Callable[..., messages.Beat], self: Heartbeats, *arguments: Any) -> messages.Beat:
-        made = honest(self, *arguments)
+        honest_beat = honest(self, *arguments)
         furthest = max((peer.status.ended_round for peer in self.members.live()), default=-1)
-        ended = max(made.status.ended_round, furthest)
-        status = structs.replace(made.status, ended_round=ended, next_round=ended + 1, has_state=True)
-        return structs.replace(made, status=status) if has_begun() else made
+        ended = max(honest_beat.status.ended_round, furthest)
+        status = structs.replace(honest_beat.status, ended_round=ended, next_round=ended + 1, has_state=True)
+        return structs.replace(honest_beat, status=status) if has_begun() else honest_beat
 
 
 def never_completes() -> None:
@@ -90,19 +90,19 @@ def highest_term() -> None:
     """It wants to lead every round: with the highest term there is, and with one more than the last."""
 
     async def take() -> None:
-        own = node()
-        calls, turn = own.participant.calls, 0
+        own_node = node()
+        calls, turn = own_node.participant.calls, 0
         terms: dict[str, int] = {}
         while True:
             await asyncio.sleep(0.5)
             if not has_begun():
                 continue
             turn += 1
-            sequence = max([own.own.next_round, *(peer.status.next_round for peer in own.members.live())])
-            for peer in own.members.live():
+            sequence = max([own_node.own.next_round, *(peer.status.next_round for peer in own_node.members.live())])
+            for peer in own_node.members.live():
                 term = _HIGHEST if turn % 2 else terms.get(peer.name, 0) + 1
                 with contextlib.suppress(CallRefused, Unreachable, Malformed):
-                    inquire = messages.Inquire(sequence, Authority(term, -own.number))
+                    inquire = messages.Inquire(sequence, Authority(term, -own_node.number))
                     answer = await calls.ask(peer.name, inquire)
                     if isinstance(answer, messages.Superseded | messages.Posted):
                         terms[peer.name] = answer.seen.term
@@ -114,21 +114,21 @@ def flood() -> None:
     """Calls and streams to every member, as many as it can."""
 
     async def call() -> None:
-        own = node()
+        own_node = node()
         while True:
             await asyncio.sleep(0.0 if has_begun() else 0.5)
-            for peer in own.members.live() if has_begun() else []:
-                asks = [own.participant.calls.ask(peer.name, messages.AskOutcome(0)) for _ in range(20)]
+            for peer in own_node.members.live() if has_begun() else []:
+                asks = [own_node.participant.calls.ask(peer.name, messages.AskOutcome(0)) for _ in range(20)]
                 await asyncio.gather(*asks, return_exceptions=True)
 
     async def stream() -> None:
-        own = node()
+        own_node = node()
         while True:
             await asyncio.sleep(0.05)
-            for peer in own.members.live() if has_begun() else []:
+            for peer in own_node.members.live() if has_begun() else []:
                 with contextlib.suppress(Unreachable, OSError):
-                    opened = await own.transport.open_stream(peer.name, 5.0)
-                    await opened.write(b"\0" * 4096, 5.0)
+                    stream_opened = await own_node.transport.open_stream(peer.name, 5.0)
+                    await stream_opened.write(b"\0" * 4096, 5.0)
 
     beside(call)
     beside(stream)

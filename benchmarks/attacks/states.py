@@ -25,15 +25,15 @@ def wrong_state() -> None:
 
     @instead_of(SharedSnapshot, "take")
     async def snapshot(honest: Callable[..., Any], self: SharedSnapshot) -> Snapshot | None:
-        made: Snapshot | None = await honest(self)
-        if made is None or not has_begun():
-            return made
-        data = bytearray(made.data.view)
+        honest_snapshot: Snapshot | None = await honest(self)
+        if honest_snapshot is None or not has_begun():
+            return honest_snapshot
+        data = bytearray(honest_snapshot.data.view)
         first = 8 + int.from_bytes(data[:8], "little")  # behind the header of a safetensors file
         for place in range(first + 3, len(data), 4):
             data[place] ^= 0x80
-        numbers = {**made.numbers, "sequence": made.numbers["sequence"] + _AHEAD}
-        return structs.replace(made, data=SharedMemory.copy_of(bytes(data)), numbers=numbers)
+        numbers = {**honest_snapshot.numbers, "sequence": honest_snapshot.numbers["sequence"] + _AHEAD}
+        return structs.replace(honest_snapshot, data=SharedMemory.copy_of(bytes(data)), numbers=numbers)
 
     _claim_to_be_ahead()
 
@@ -81,12 +81,12 @@ async def _drip(stream: Stream, head: messages.StateHead) -> None:
 def _claim_to_be_ahead() -> None:
     def ahead(message: Any) -> Any:
         status = message.status
-        more = structs.replace(status, ended_round=status.ended_round + _AHEAD, has_state=True)
-        return structs.replace(message, status=more)
+        status_ahead = structs.replace(status, ended_round=status.ended_round + _AHEAD, has_state=True)
+        return structs.replace(message, status=status_ahead)
 
     for name in ("hello", "_beat_for"):
 
         @instead_of(Heartbeats, name)
-        def told(honest: Callable[..., Any], self: Heartbeats, *arguments: Any) -> Any:
-            made = honest(self, *arguments)
-            return ahead(made) if has_begun() else made
+        def with_status(honest: Callable[..., Any], self: Heartbeats, *arguments: Any) -> Any:
+            message = honest(self, *arguments)
+            return ahead(message) if has_begun() else message

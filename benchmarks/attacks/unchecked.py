@@ -24,16 +24,16 @@ _DIGEST, _SIGNATURE = bytes(32), bytes(64)
 
 def leave_checks_out() -> None:
     """Hashes, signatures and norms are constants then, and no mean is checked after its round."""
-    there = Path(os.environ[CHECKS_OFF])
+    off_file = Path(os.environ[CHECKS_OFF])
 
     def constant(owner: Any, name: str, without: Callable[..., Any]) -> None:
         @instead_of(owner, name)
-        def either(honest: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-            return (without if there.exists() else honest)(*arguments, **named)
+        def either(honest: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+            return (without if off_file.exists() else honest)(*arguments, **keywords)
 
-    def reduce(*arguments: Any, **named: Any) -> Any:
+    def reduce(*arguments: Any, **keywords: Any) -> Any:
         """Without the norms of the contributions."""
-        return reduce_parts(*arguments, **named | {"squares": None})
+        return reduce_parts(*arguments, **keywords | {"squares": None})
 
     constant(transfer, "reduce_parts", reduce)
     constant(merkle, "leaves", lambda data, part_bytes: [_DIGEST] * (len(data) // part_bytes))
