@@ -38,7 +38,10 @@ from diloco.outer.loop import OuterLoop
 from measuring import write_results
 
 SECONDS = (1.0, 1.0, 2.0, 3.0)
-H, LENGTH, BATCH = 10, 48, 4
+"""What an inner step of each worker takes on the virtual clock."""
+H = 10
+LENGTH = 48
+BATCH = 4
 SHAPE = ModelConfig(
     vocab_size=256,
     hidden_size=64,
@@ -54,6 +57,8 @@ SHAPE = ModelConfig(
 
 @dataclass(frozen=True)
 class Way:
+    """A way of averaging."""
+
     asynchronous: bool
     dynamic: bool = False
     arrivals: int | None = None
@@ -90,7 +95,9 @@ class World:
     """One run: the workers, their data and their virtual time."""
 
     def __init__(self, way: Way, seed: int, data: Tensor, momentum: float) -> None:
-        self.data, self.held_out, self.seed = data[: -len(data) // 20], data[-len(data) // 20 :], seed
+        self.data = data[: -len(data) // 20]
+        self.held_out = data[-len(data) // 20 :]
+        self.seed = seed
         self.models: list[Transformer] = []
         self.optimizers: list[DiLoCo] = []
         for engine in LocalSwarm(len(SECONDS)).engines():
@@ -110,7 +117,8 @@ class World:
         return loop.state.steps_taken * SECONDS[loop.engine.worker]
 
     def inner_step(self, worker: int) -> None:
-        model, optimizer = self.models[worker], self.optimizers[worker]
+        model = self.models[worker]
+        optimizer = self.optimizers[worker]
         number = optimizer.loop.state.steps_taken
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + 10_007 * number + worker)
         share = len(self.data) // len(SECONDS)  # each worker reads its own part of the text
@@ -136,7 +144,7 @@ class World:
         self.optimizers[worker].merge()
 
     def _in_rounds(self, until: float) -> None:
-        """Each worker trains to the end of its turn; the next one begins for all when the last has come."""
+        """Let each worker train to the end of its turn; the next turn begins for all when the last worker has come."""
         round_started = 0.0
         while round_started < until:
             ends = [(round_started, worker) for worker in range(len(SECONDS))]
@@ -169,7 +177,8 @@ class World:
 
     @torch.no_grad()
     def loss(self) -> float:
-        model, length = self.models[0].eval(), LENGTH + 1
+        model = self.models[0].eval()
+        length = LENGTH + 1
         windows = self.held_out[: len(self.held_out) // length * length].view(-1, length).long()[:384]
         return float(model.loss(windows[:, :-1], windows[:, 1:]))
 
@@ -183,10 +192,12 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results, by momentum")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    data, results_by_way = text(), {}
+    data = text()
+    results_by_way = {}
     table = Table("way", "inner steps of all", "outer steps", "validation loss", "seeds")
     for name in options.ways:
-        way, losses = WAYS[name], []
+        way = WAYS[name]
+        losses = []
         for seed in range(options.seeds):
             world = World(way, seed, data, options.momentum)
             world.run(way, options.seconds)

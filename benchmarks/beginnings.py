@@ -36,6 +36,8 @@ EVERY = 50
 
 @dataclass(frozen=True)
 class Case:
+    """The beginning of a data-parallel run of a scale, with other heads, rate or warm-up."""
+
     scale: str
     heads: int
     lr: float
@@ -78,9 +80,9 @@ def curve(task: tuple[Case, int], text: str, device: str) -> list[tuple[int, flo
     corpus = Texts(text, text, SCALES[case.scale]).open("text")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "arm.safetensors"
-        saving = ArmCheckpoint(path, math.inf, stop=lambda: step >= STEPS)
+        checkpoint = ArmCheckpoint(path, math.inf, stop=lambda: step >= STEPS)
         try:
-            simulate(case.arm(), seed, corpus, device, on_progress=follow, checkpoint=saving)
+            simulate(case.arm(), seed, corpus, device, on_progress=follow, checkpoint=checkpoint)
         except Interrupted:
             with safe_open(path, "pt") as file:
                 losses: list[tuple[int, float]] = json.loads(file.metadata()["numbers"])["curve"]

@@ -49,8 +49,15 @@ METHODS = {
 }
 TORCHFT_OVERLAP = 4  # the most that it takes with five fragments in 25 steps
 CODECS = ("fp32", "fp16", "int4")
-H, STEP_SECONDS, WINDOW_SECONDS, SHORT_SECONDS = 25, 0.1, 0.5, 0.1
-MOST_BLOCKED, LEAST_USED, CLASSIC_USED = 0.02, 0.99, 0.70
+H = 25
+STEP_SECONDS = 0.1
+WINDOW_SECONDS = 0.5
+SHORT_SECONDS = 0.1
+"""The two windows of `peak`."""
+MOST_BLOCKED = 0.02
+LEAST_USED = 0.99
+CLASSIC_USED = 0.70
+"""The targets: seconds blocked, utilisation, and utilisation of classic fp32."""
 LIMIT_SECONDS = 240.0
 
 
@@ -70,7 +77,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Both workers together."""
+    """A case on a network; both workers together."""
 
     network: str
     case: str
@@ -79,15 +86,15 @@ class Row:
     thread_seconds: float
     utilization: float
     cpu_seconds: float
-    """Of a worker, all threads, a sync; a swarm's sidecar is not in it."""
+    """Processor time of a worker for a sync, all threads; a swarm's sidecar is not in it."""
     sent_bytes: float
-    """A sync, at the device."""
+    """Bytes of a sync, at the device."""
     peak_bytes: float
     short_peak_bytes: float
     step_with_transfer: float | None
     step_without: float | None
     load: float
-    """Of the machine when the case began: 2 is two cores at work."""
+    """The machine's load when the case began: 2 is two cores at work."""
 
 
 def cases(network: str, quick: bool, torchft: bool) -> list[Case]:
@@ -169,8 +176,9 @@ def _middle(values: list[float]) -> float | None:
 
 
 def _most_within(samples: list[list[float]], seconds: float) -> float:
-    """The most bytes of any such window of the samples (time, bytes so far)."""
-    most, first = 0.0, 0
+    """Return the most bytes in any window of `seconds`. `samples`: (time, bytes so far)."""
+    most = 0.0
+    first = 0
     for time_, total in samples:
         while samples[first][0] < time_ - seconds:
             first += 1
@@ -207,14 +215,15 @@ def print_table(rows: list[Row]) -> None:
 
 
 def _with_earlier(rows: list[Row]) -> list[dict[str, Any]]:
-    """With the cases that an earlier run has measured on such a machine, and this one has left out."""
-    path, measured = results_path("blocking"), {(row.network, row.case) for row in rows}
+    """Add the cases that an earlier run has measured on such a machine, and this one has left out."""
+    path = results_path("blocking")
+    measured = {(row.network, row.case) for row in rows}
     earlier = json.loads(path.read_text())["results"] if path.exists() else []
     return [row for row in earlier if (row["network"], row["case"]) not in measured] + [asdict(row) for row in rows]
 
 
 def print_markdown() -> None:
-    """What is in the results of this machine, as docs/methods.md shows it."""
+    """Print the results of this machine as docs/methods.md shows them."""
     row_by_case = {
         (row["network"], row["case"]): row for row in json.loads(results_path("blocking").read_text())["results"]
     }

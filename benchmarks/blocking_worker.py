@@ -40,7 +40,7 @@ class Task:
     codec: str
     num_inner_steps: int
     fragments: int
-    """Of the blocks; the embeddings are one more. 1: the whole model at once."""
+    """Fragments of the blocks; the embeddings are one more. 1: the whole model at once."""
     overlap_steps: int
     mixing: float
     step_seconds: float
@@ -51,8 +51,8 @@ class Task:
 
 
 @dataclass
-class Seen:
-    """Of the steps after the first sync, which is not counted."""
+class Measured:
+    """What a worker measured in the steps after the first sync, which is not counted."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -71,7 +71,9 @@ class EmulatedSteps(torch.optim.SGD):
 
     def __init__(self, parameters: list[torch.nn.Parameter], task: Task) -> None:
         super().__init__(parameters, lr=1.0)
-        self.task, self.moved, self.taken = task, parameters, 0
+        self.task = task
+        self.moved = parameters
+        self.taken = 0
         self.seconds: list[float] = []
         self.thread_seconds = 0.0
         self.with_transfer: list[float] = []
@@ -85,7 +87,8 @@ class EmulatedSteps(torch.optim.SGD):
 
     def _timed(self, call: Callable[[], None]) -> Callable[[], None]:
         def timed() -> None:
-            started, thread_started = time.perf_counter(), time.thread_time()
+            started = time.perf_counter()
+            thread_started = time.thread_time()
             call()
             self.seconds.append(time.perf_counter() - started)
             (self.with_transfer if self.in_flight() else self.without).append(self.seconds[-1])
@@ -217,23 +220,25 @@ def ours(task: Task, model: Any, inner: EmulatedSteps) -> Iterator[Callable[[], 
 
 
 def result_path(folder: str, rank: int) -> Path:
-    """Not the standard output: torchft makes it non-blocking, and a long line is then cut."""
+    """Return the file of a worker's result. The standard output would not do: torchft makes it non-blocking, and a long
+    line is then cut."""
     return Path(folder) / f"result-{rank}.json"
 
 
 def sample(sent: list[tuple[float, int]], stop: threading.Event) -> None:
-    """Bytes that have left this namespace, every 20 ms."""
+    """Sample the bytes that have left this namespace, every 20 ms."""
     counter = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")
     while not stop.wait(SAMPLE_SECONDS):
         sent.append((time.perf_counter(), int(counter.read_text())))
 
 
-def measure(task: Task) -> Seen:
+def measure(task: Task) -> Measured:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     model = build_model(task.size)
     inner = EmulatedSteps(list(model.parameters()), task)
-    measured, stop = Seen(), threading.Event()
+    measured = Measured()
+    stop = threading.Event()
     with (torchft if task.engine == "torchft" else ours)(task, model, inner) as step:
         sampler = threading.Thread(target=sample, args=(measured.sent, stop), daemon=True)
         for number in range(task.num_inner_steps * (task.syncs + 1)):
@@ -242,15 +247,19 @@ def measure(task: Task) -> Seen:
                     times.clear()
                 sampler.start()
                 inner.thread_seconds = 0.0
-                started, cpu_started, thread_started = time.perf_counter(), time.process_time(), time.thread_time()
+                started = time.perf_counter()
+                cpu_started = time.process_time()
+                thread_started = time.thread_time()
             step()
         measured.seconds = time.perf_counter() - started
         measured.cpu_seconds = time.process_time() - cpu_started
         measured.thread_seconds = time.thread_time() - thread_started - inner.thread_seconds
         stop.set()
         sampler.join()
-        measured.steps, measured.inner_seconds = len(inner.seconds), sum(inner.seconds)
-        measured.steps_with_transfer, measured.steps_without = inner.with_transfer, inner.without
+        measured.steps = len(inner.seconds)
+        measured.inner_seconds = sum(inner.seconds)
+        measured.steps_with_transfer = inner.with_transfer
+        measured.steps_without = inner.without
     return measured
 
 

@@ -29,7 +29,8 @@ from diloco.models.native.transformer import Transformer
 from measuring import Spread, write_results
 
 MAX_SHARE = 0.005
-BATCH, CALLS = 8, 2000
+BATCH = 8
+CALLS = 2000
 
 
 class Nothing(torch.optim.SGD):
@@ -54,13 +55,13 @@ def seconds_a_call(call: Callable[[], object]) -> float:
 
 
 def own_seconds(repeats: int) -> Spread:
-    """DiLoCo's own work at one step."""
+    """Measure DiLoCo's own work at one step."""
     _, optimizer = build(lambda parameters: Nothing(parameters, lr=0.1))
     return Spread.of([seconds_a_call(optimizer.step) - seconds_a_call(optimizer.inner.step) for _ in range(repeats)])
 
 
 def training_seconds(pairs: int) -> tuple[Spread, Spread]:
-    """A training step with the inner optimizer alone, and how much longer its neighbour with DiLoCo took."""
+    """Measure a training step with the inner optimizer alone, and how much longer the next one with DiLoCo took."""
     model, optimizer = build(lambda parameters: torch.optim.AdamW(parameters, lr=4e-4))
     length = model.config.max_sequence_length
     tokens = torch.randint(0, model.config.vocab_size, (BATCH, length + 1))
@@ -81,7 +82,7 @@ def training_seconds(pairs: int) -> tuple[Spread, Spread]:
 
 
 def quartiles(values: list[float]) -> Spread:
-    """The middle half: single steps that the machine held up say nothing."""
+    """Return the middle half: single steps that the machine held up say nothing."""
     low, median, high = statistics.quantiles(values, n=4)
     return Spread(median, low, high, len(values))
 

@@ -35,7 +35,7 @@ class Row:
     parameters: int
     bytes_per_parameter: float
     reported: float | None
-    """What the engine says itself."""
+    """Bytes per parameter as the engine counts them."""
 
 
 def over_gloo(size: str, cases: list[str]) -> list[Row]:

@@ -40,9 +40,12 @@ from diloco.swarm.audit import merkle, projections
 from diloco.swarm.protocol.certificate import RangeDigest
 from measuring import results_path, write_results
 
-LOOPBACK, LINES = "loopback", ("1000", "100")
+LOOPBACK = "loopback"
+LINES = ("1000", "100")
 INNER_SECONDS = 60.0
-MOST_TIME, MOST_BYTES = 0.05, 0.01
+MOST_TIME = 0.05
+MOST_BYTES = 0.01
+"""The targets: the share of a round's time and of its bytes."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ def measure_work(name: str, elements: int, workers: int) -> Work:
     contributions = [vector.data[:own_parts]] * workers
     reduce = seconds(lambda: reduce_parts(codec_used, contributions, [1.0] * workers, part_elements, mean[:own_parts]))
     reduce_parts(codec_used, [vector.data] * 2, [1.0] * 2, part_elements, mean)
-    sent_bytes, mean_bytes = vector.data.view(-1).numpy().data, mean.view(-1).numpy().data
+    sent_bytes = vector.data.view(-1).numpy().data
+    mean_bytes = mean.view(-1).numpy().data
     own_share = sent_bytes[: own_parts * width]
     sign = projections.signs(hashlib.sha256().digest(), part_elements)
     in_round = (
@@ -141,7 +145,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=10, help="rounds of each kind")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    path, rounds = results_path("checking"), dict[str, list[Checked]]()
+    path = results_path("checking")
+    rounds: dict[str, list[Checked]] = {}
     results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
     if "cpu" in options.only:
         work = [measure_work(name, options.elements, options.workers) for name in options.codecs.split(",")]

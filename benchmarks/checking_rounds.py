@@ -14,7 +14,7 @@ from measuring import Spread
 from support.swarm.networks import internet
 from support.swarm.processes import Worker, Workers
 from swarm_cases import Rounds, measure_round
-from swarm_trainers import exchange
+from swarm_workers import exchange
 
 _WARM_UP = 2
 _PATCHED = Path(__file__).parent / "attacks" / "patched"
@@ -30,19 +30,19 @@ class Checked:
     seconds: Spread
     seconds_without: Spread
     cpu_seconds: Spread
-    """Of a worker's processes, until the mean is checked."""
+    """Processor time of a worker's processes, until the mean is checked."""
     cpu_seconds_without: Spread
     bytes_sent: float
-    """By a worker, as the engine counts: parts and means."""
+    """Bytes that a worker sent, as the engine counts: parts and means."""
 
     def share(self, inner_seconds: float = 0.0) -> float:
-        """Of the time of a round with so many seconds of inner steps, by which the checks delay it."""
+        """Return the share of a round's time, with so many seconds of inner steps, by which the checks delay it."""
         delay = self.seconds.median - self.seconds_without.median
         return delay / (self.seconds.median + inner_seconds)
 
 
 def switchable(settings: Settings, pipe: Connection, elements: int, off: str) -> None:
-    """A worker whose network process leaves checks out while the file `off` is there."""
+    """Run a worker whose network process leaves checks out while the file `off` is there."""
     os.environ |= {"ATTACK": leave_checks_out.__name__, CHECKS_OFF: off}
     sys.path.insert(0, str(_PATCHED))  # a network process has the path of its trainer
     exchange(settings, pipe, elements)
@@ -51,7 +51,7 @@ def switchable(settings: Settings, pipe: Connection, elements: int, off: str) ->
 def checked_rounds(
     folder: Path, elements: int, workers: int, codecs: list[str], repeats: int, mbits: int | None
 ) -> list[Checked]:
-    """Each codec with and without checks in turn, so that what else the machine does falls on both alike.
+    """Measure each codec with and without checks in turn, so that what else the machine does falls on both alike.
 
     `mbits`: the rate of each worker's line in both directions, which needs root; None: the loopback device.
     """
@@ -72,7 +72,7 @@ def checked_rounds(
 def _measure(
     workers: list[Worker], off: Path, elements: int, codecs: list[str], repeats: int
 ) -> dict[tuple[str, bool], Rounds]:
-    """By codec and whether checks were left out."""
+    """Measure the rounds, by codec and whether checks were left out."""
     cases = [(name, without) for name in codecs for without in (False, True)]
     rows = {case: Rounds(case[0], elements) for case in cases}
     for repeat in range(-_WARM_UP, repeats):

@@ -23,7 +23,8 @@ from diloco.training.checkpoints.store import CheckpointOwner, CheckpointStore
 from diloco.training.config.run import CheckpointConfig
 from measuring import check_cuda, write_results
 
-STEPS, SAVES = 10, 4
+STEPS = 10
+SAVES = 4
 
 
 def measure(model_name: str, device: torch.device, folder: Path) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Result:
     loss: float
     first_loss: float
     norm_ratio: float
-    """The largest of the rounds' largest norm over lower median norm, as the swarm judges contributions."""
+    """The most that a norm was above the lower median of its round, by which a swarm judges contributions."""
     seconds: float
 
 
@@ -91,7 +91,7 @@ class Setting:
 
 
 def cases(groups: list[str], workers: list[int]) -> Iterator[Case]:
-    """The most important ones first."""
+    """Yield the cases, the most important first."""
     for k in workers:
         for outer in (AVERAGING,) if groups == ["means"] else OUTER:
             yield Case("codecs", "fp32", k, outer, {"codec": "fp32"})
@@ -124,14 +124,16 @@ def _with_and_without_feedback(codec: str, k: int, outer: str) -> Iterator[Case]
 
 
 class Run:
-    """One case after another from the shared beginning of a seed."""
+    """Runs one case after another from the shared beginning of a seed."""
 
     def __init__(self, setting: Setting, seed: int) -> None:
-        self.setting, self.seed = setting, seed
+        self.setting = setting
+        self.seed = seed
         self.corpus = Corpus.open(Path(setting.corpus))
 
     def arm(self, case: Case) -> Arm:
-        setting, config = self.setting, MODELS[self.setting.device]
+        setting = self.setting
+        config = MODELS[setting.device]
         return Arm(
             case.name,
             model=asdict(config),
@@ -157,7 +159,7 @@ class Run:
 
 
 def work(setting: Setting, seed: int, todo: list[Case], ends: float, results: Any) -> None:
-    """All cases in their order, as long as there is time (time.time())."""
+    """Run all cases in their order, until `ends` (time.time())."""
     torch.set_num_threads(1)
     fragments._SPAN_ELEMENTS["cpu"] = 1 << 25  # a mean in one call: RememberingMean needs it
     run = Run(setting, seed)
@@ -176,7 +178,7 @@ class Row:
     against_fp32: list[float]
     """Difference of the loss, seed by seed, with the same workers and outer optimizer."""
     perplexity_change: float
-    """Of the mean difference: exp(difference) − 1."""
+    """exp(mean difference) − 1."""
     norm_ratio: float
 
 
@@ -262,9 +264,8 @@ def main() -> int:
         with suppress(Empty):
             result = queue.get(timeout=0.5)
             results.append(result)
-            print(
-                f"{len(results)}/{len(todo) * options.seeds} {result.case.name} k={result.case.workers} {result.seconds:.0f} s"
-            )
+            count = f"{len(results)}/{len(todo) * options.seeds}"
+            print(f"{count} {result.case.name} k={result.case.workers} {result.seconds:.0f} s")
     rows = summarise(results)
     show(rows)
     name = torch.cuda.get_device_name() if options.device == "cuda" else None

@@ -22,8 +22,11 @@ from diloco.codecs.registry import CODECS, codec
 from diloco.core.fragments import PartLayout, span_elements
 from measuring import Spread, check_cuda, write_results
 
-LEAST_CPU_GB, LEAST_GPU_SHARE = 1.5, 0.6
-ON_CPU, ON_GPU = ("int8", "int4", "e3m0"), ("fp16", "int8", "int4", "e3m0")
+LEAST_CPU_GB = 1.5
+LEAST_GPU_SHARE = 0.6
+ON_CPU = ("int8", "int4", "e3m0")
+ON_GPU = ("fp16", "int8", "int4", "e3m0")
+"""The codecs with a target."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Row:
 
 
 def timed(work: Callable[[], object], device: torch.device, repeats: int) -> Spread:
-    """On the CPU the seconds that this thread had the core for: others may use it too."""
+    """Time some work. On a CPU these are the seconds in which this thread had the core, which others may use too."""
     on_gpu = device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.thread_time
     work()
@@ -55,7 +58,7 @@ def timed(work: Callable[[], object], device: torch.device, repeats: int) -> Spr
 
 
 def measure(measured_codec: Codec, numel: int, device: torch.device, repeats: int, copy_rate: float | None) -> Row:
-    """`copied`: bytes a second that this device reads and writes when it copies."""
+    """Measure a codec. `copy_rate`: bytes a second that this device reads and writes when it copies."""
     part_elements = PartLayout(numel).part_elements
     values = torch.randn(numel // part_elements, part_elements, device=device) * 1e-3
     data = torch.empty(len(values), measured_codec.part_bytes(part_elements), dtype=torch.uint8, device=device)
@@ -96,7 +99,9 @@ def main() -> int:
         check_cuda("use --device cpu")
     device = torch.device(options.device)
     torch.set_num_threads(1)
-    numel, copy_bytes_per_second = (1 << 24, None) if device.type == "cpu" else (1 << 28, copy_rate(device))
+    on_gpu = device.type == "cuda"
+    numel = 1 << 28 if on_gpu else 1 << 24
+    copy_bytes_per_second = copy_rate(device) if on_gpu else None
     codecs_by_name = {
         variant.name: variant for name in options.codecs for variant in (codec(name), codec(name).for_means)
     }

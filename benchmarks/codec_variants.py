@@ -13,7 +13,7 @@ from diloco.methods.pruning import prune_
 
 
 class DenseMean(TopK):
-    """The mean of sparse contributions as int4 of all values."""
+    """Top-k whose means travel as int4 of all values."""
 
     name = "topk, dense mean"
     means_drop_values = False
@@ -24,7 +24,7 @@ class DenseMean(TopK):
 
 
 class ForgottenMean(TopK):
-    """What the mean drops is lost."""
+    """Top-k whose means drop values without error feedback for them: these are lost."""
 
     name = "topk, dropped values lost"
     means_drop_values = False
@@ -50,6 +50,8 @@ class RememberingMean(TopKMean):
 
 
 class RememberedTopK(TopK):
+    """Top-k with error feedback at the reducer."""
+
     name = "topk, feedback at the reducer"
     means_drop_values = False
     reducer: ClassVar[Codec] = RememberingMean()
@@ -64,7 +66,8 @@ CODECS.update({variant.name: variant for variant in (DenseMean, ForgottenMean, R
 
 
 def by_sign(rows: Tensor, fraction: float) -> None:
-    """First the values whose sign is not the neuron's (that of its sum), smallest first; then the smallest others."""
+    """Prune first the values whose sign is not the neuron's (that of its sum), smallest first; then the smallest
+    others."""
     count = int(fraction * rows.shape[1])
     elected = rows.sum(dim=1, keepdim=True).sign()
     sizes = rows.abs()
@@ -74,7 +77,7 @@ def by_sign(rows: Tensor, fraction: float) -> None:
 
 
 def by_sign_largest(rows: Tensor, fraction: float) -> None:
-    """As by_sign, but of the values with the other sign the largest go first."""
+    """Prune as by_sign does, but of the values with the other sign the largest first."""
     count = int(fraction * rows.shape[1])
     elected = rows.sum(dim=1, keepdim=True).sign()
     sizes = rows.abs()

@@ -19,10 +19,13 @@ _TOKENS = 4096
 
 
 def write_log(folder: Path, events: int, workers: int) -> None:
-    """A run folder with about this many events."""
+    """Write a run folder with about this many events."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(f"steps = {events}\n")
-    num_written, step, sequence, event_time = 0, 0, 0, time.time() - events / workers / 4
+    num_written = 0
+    step = 0
+    sequence = 0
+    event_time = time.time() - events / workers / 4
     with (folder / "events.jsonl").open("w") as file:
 
         def emit(type_: str, worker: int, **fields: object) -> None:
@@ -37,7 +40,8 @@ def write_log(folder: Path, events: int, workers: int) -> None:
                 parameters=150_000_000, tokens_per_step=_TOKENS, unigram_perplexity=500.0, resolved={},
             )  # fmt: skip
         while num_written < events:
-            step, event_time = step + 10, event_time + 0.25
+            step += 10
+            event_time += 0.25
             for worker in range(workers):
                 loss = 2.5 + 5 * math.exp(-step / events) + 0.2 * math.sin(step * 1.7 + worker)
                 emit(
@@ -86,9 +90,12 @@ def main() -> None:
             ("rounds", lambda: run.rounds(None, 8)),
             ("state in the middle", lambda: run.state(time.time() - options.events / options.workers / 8)),
         ):
-            wall, cpu = time.monotonic(), time.process_time()
+            started = time.monotonic()
+            cpu_started = time.process_time()
             work()
-            print(f"  {name:22} {time.monotonic() - wall:6.2f} s ({time.process_time() - cpu:.2f} s of one core)")
+            seconds = time.monotonic() - started
+            cpu_seconds = time.process_time() - cpu_started
+            print(f"  {name:22} {seconds:6.2f} s ({cpu_seconds:.2f} s of one core)")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "swarm" / "schedules.j
 SEEDS = {0: 1000, 1: 500, 2: 500}
 """How many seeds are frozen, by the number of workers that lie."""
 _DIGITS = 10
-_TOLD_EVERY = 200
+_REPORT_EVERY = 200
 
 Case = tuple[int, int]
 """How many lie, and the seed."""
@@ -59,7 +59,7 @@ def main() -> int:
             if not options.record and frozen[str(case[0])][case[1]] != digest:
                 changed += 1
                 print(f"seed {case[1]} with {case[0]} that lie: other calls than recorded", flush=True)
-            if number % _TOLD_EVERY == 0:
+            if number % _REPORT_EVERY == 0:
                 print(f"{number} of {len(cases)}", flush=True)
     if options.record:
         lines = {str(lies): " ".join(digests[lies, seed] for seed in range(count)) for lies, count in SEEDS.items()}

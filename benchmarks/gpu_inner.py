@@ -30,7 +30,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def matrix_ceiling() -> float:
-    """FLOP/s of a large bf16 product."""
+    """Measure the FLOP/s of a large bf16 product."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     best = 0.0
     for _ in range(6):
@@ -91,7 +91,7 @@ class Side:
         return loss
 
     def seconds(self, batches: Tensor) -> float:
-        """For one step."""
+        """Return the seconds of one step."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         for batch in batches:
@@ -105,7 +105,9 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     sequence = config.max_sequence_length
     shape = (options.steps, options.accumulation, options.micro_batch, sequence + 1)
     batches = torch.randint(0, config.vocab_size, shape, device="cuda")
-    sides, memory, times = {}, {}, {}
+    sides: dict[str, Side] = {}
+    memory: dict[str, int] = {}
+    times: dict[str, list[float]] = {}
     for name, build in (("diloco", ours), ("transformers", theirs)):
         torch.cuda.empty_cache()
         allocated_before = torch.cuda.memory_allocated()
@@ -122,7 +124,8 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
             times[name].append(side.seconds(batches))
     parameters = sum(p.numel() for p in sides["diloco"].model.parameters())
     assert parameters == sum(p.numel() for p in sides["transformers"].model.parameters())
-    ceiling, flops = max(ceilings), flops_per_token(config, parameters, sequence)
+    ceiling = max(ceilings)
+    flops = flops_per_token(config, parameters, sequence)
     tokens = options.accumulation * options.micro_batch * sequence
     rates = {name: tokens / statistics.median(seconds) for name, seconds in times.items()}
     return {

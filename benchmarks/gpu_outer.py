@@ -44,7 +44,7 @@ def milliseconds(work: Callable[[], object], times: int = 5) -> float:
 
 
 def copy_milliseconds(numel: int) -> float:
-    """To read and write so many fp32 elements once."""
+    """Measure the time to read and write so many fp32 elements once."""
     a, b = (torch.empty(numel, device="cuda") for _ in range(2))
     return milliseconds(lambda: a.copy_(b))
 
@@ -66,7 +66,7 @@ def pieces(fragment: Fragment) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 class Exchange:
-    """Both halves of a step with the bytes in between, as they travel."""
+    """Both halves of an outer step, with the encoded bytes in between."""
 
     def __init__(self, fragment: Fragment, name: str, *, pinned: bool = False) -> None:
         self._fragment = fragment
@@ -108,7 +108,7 @@ def resident(model: NativeModel, floor: float) -> dict[str, object]:
 
 
 def pcie_milliseconds_per_gib() -> tuple[float, float]:
-    """To the GPU alone, and in both directions at once."""
+    """Measure a transfer of 1 GiB to the GPU alone, and one in both directions at once."""
     host_source, host_target = (torch.empty(1 << 28, pin_memory=True) for _ in range(2))
     gpu_target, gpu_source = (torch.empty(1 << 28, device="cuda") for _ in range(2))
     streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -130,13 +130,15 @@ def offloaded(model: NativeModel) -> dict[str, object]:
     fragment = Fragment(tuple(parameters_by_name), tuple(parameters_by_name.values()), Nesterov(), True)
     exchange = Exchange(fragment, "fp16", pinned=True)
     gib = numel * 4 / 2**30
-    post, merge = milliseconds(exchange.post, 2), milliseconds(exchange.merge, 2)
-    floors = 2 * gib * one_way, 2.5 * gib * both_ways  # anchor and momentum arrive; the mean too, and both leave again
+    post = milliseconds(exchange.post, 2)
+    merge = milliseconds(exchange.merge, 2)
+    post_floor = 2 * gib * one_way  # anchor and momentum arrive
+    merge_floor = 2.5 * gib * both_ways  # anchor, momentum and the mean arrive; anchor and momentum leave again
     return {
         "post_ms": post,
-        "post_against_transfer": post / floors[0],
+        "post_against_transfer": post / post_floor,
         "merge_ms": merge,
-        "merge_against_transfer": merge / floors[1],
+        "merge_against_transfer": merge / merge_floor,
     }
 
 
@@ -147,7 +149,7 @@ def built(name: str) -> NativeModel:
 
 
 def training_memory(name: str, *, offload: bool | None) -> int:
-    """Peak bytes of some steps with gradients and moments there; `offload` None: plain training."""
+    """Measure the peak bytes of some steps with gradients and moments in place; `offload` None: plain training."""
     model = built(name)
     inner: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if offload is not None:

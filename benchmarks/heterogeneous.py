@@ -38,7 +38,11 @@ from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.optimizer import DiLoCo
 from measuring import write_results
 
-WORKERS, SLOW, TIMES_SLOWER, H = 3, 2, 3.0, 30
+WORKERS = 3
+SLOW = 2
+"""The number of the slow worker."""
+TIMES_SLOWER = 3.0
+H = 30
 WAYS = {
     "classic": SyncConfig(H, timeout_seconds=120.0),
     "dynamic": SyncConfig(H, dynamic_steps=True, timeout_seconds=120.0),
@@ -56,7 +60,7 @@ class Measured:
     seconds: float
     idle: float
     idle_later: float
-    """After the first round."""
+    """The idle share after the first round."""
     digest: str
 
 
@@ -75,10 +79,12 @@ def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, resu
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     join("a file", FileStore(path, WORKERS), rank, WORKERS, 60.0)
-    engine, model = TorchDistributedEngine(timeout_seconds=120.0, owns_world=True), Blocks()
+    engine = TorchDistributedEngine(timeout_seconds=120.0, owns_world=True)
+    model = Blocks()
     optimizer = DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-3), engine, sync=WAYS[way])
-    in_means, fragments = [0.0], optimizer.loop.state.num_fragments
-    optimizer.on_round = lambda event: in_means.append(
+    weights_in_means = [0.0]
+    fragments = optimizer.loop.state.num_fragments
+    optimizer.on_round = lambda event: weights_in_means.append(
         event.result.members[rank].weight if event.result is not None and rank in event.result.contributors else 0.0
     )
     compute = step_seconds * (TIMES_SLOWER if rank == SLOW else 1.0)
@@ -97,7 +103,7 @@ def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, resu
     results.send(
         Measured(
             steps,
-            sum(in_means) / fragments + WAYS[way].warm_start,  # whose gradients are averaged
+            sum(weights_in_means) / fragments + WAYS[way].warm_start,  # whose gradients are averaged
             seconds,
             waited / seconds,
             (waited - first_round[1]) / (seconds - first_round[0]),

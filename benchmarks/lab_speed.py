@@ -98,7 +98,7 @@ def measure(shape: str, k: int, how: str, steps: int, corpus: Corpus, device: st
 
 
 def profile(shape: str, k: int, corpus: Corpus, device: str) -> None:
-    """The kernels that take longest."""
+    """Print the kernels that take longest."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -123,7 +123,7 @@ def profile(shape: str, k: int, corpus: Corpus, device: str) -> None:
 
 
 def func_hidden(config: ModelConfig, device: torch.device) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """`Network.hidden` as the product's Decoder, mapped over the replicas by torch.func.vmap."""
+    """Build `Network.hidden` from the product's Decoder, mapped over the replicas by torch.func.vmap."""
     layout = stacked.Layout(config)
     with torch.device("meta"):
         decoder = Decoder(config)
@@ -155,7 +155,7 @@ def func_hidden(config: ModelConfig, device: torch.device) -> Callable[[Tensor, 
 
 
 def compare_with_func(scale_name: str, steps: int, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Milliseconds for an inner step of all replicas of a scale's DiLoCo arm, computed in both ways in turn."""
+    """Measure an inner step of all replicas of a scale's DiLoCo arm, computed in both ways in turn."""
     scale = SCALES[scale_name]
     arm = scale.diloco()
     text = CorpusTokens(synthetic_corpus(folder / scale_name, scale.vocab_size, 2_000_000), device)
@@ -175,13 +175,14 @@ def compare_with_func(scale_name: str, steps: int, folder: Path, device: torch.d
     for number in range(steps // STEPS_IN_TURN):
         for way in sorted(stacks, reverse=bool(number % 2)):
             seconds[way].append(seconds_of_steps(stacks[way], device))
-    own_seconds = statistics.median(seconds["own"][1:])  # compiled in the first turn
+    own_seconds = statistics.median(seconds["own"][1:])  # the first turn compiles
     func_seconds = statistics.median(seconds["func"][1:])
-    ratio = statistics.median(b / a for a, b in list(zip(seconds["own"], seconds["func"], strict=True))[1:])
+    pairs = list(zip(seconds["own"], seconds["func"], strict=True))[1:]
+    ratio = statistics.median(func_turn / own_turn for own_turn, func_turn in pairs)
     largest_difference = float((stacks["own"].losses - stacks["func"].losses).abs().max())
     print(
-        f"{scale_name:7} k={arm.workers:3} own {1000 * own_seconds:7.3f} ms  func {1000 * func_seconds:7.3f} ms  {ratio:.2f} times  "
-        f"losses at most {largest_difference:.2g} apart",
+        f"{scale_name:7} k={arm.workers:3} own {1000 * own_seconds:7.3f} ms  func {1000 * func_seconds:7.3f} ms  "
+        f"{ratio:.2f} times  losses at most {largest_difference:.2g} apart",
         flush=True,
     )
     return {
@@ -192,7 +193,7 @@ def compare_with_func(scale_name: str, steps: int, folder: Path, device: torch.d
 
 
 def seconds_of_steps(replicas: stacked.Stacked, device: torch.device) -> float:
-    """Seconds for one of STEPS_IN_TURN steps of all replicas."""
+    """Return the seconds of one of STEPS_IN_TURN steps of all replicas."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -227,7 +228,8 @@ def main() -> int:
     if options.rows:
         stacked.ROWS_AT_ONCE = options.rows
     selected = options.cases or (["small", "medium", "many", "one"] if options.device == "cuda" else ["tiny"])
-    results, failed = [], False
+    results = []
+    failed = False
     with tempfile.TemporaryDirectory() as folder:
         corpora = {
             shape: synthetic_corpus(Path(folder) / shape, vocab_size, 2_000_000)

@@ -32,7 +32,7 @@ _ROUND_SECONDS = 300.0
 
 
 def work(task: dict[str, Any]) -> None:
-    """One worker: a line of JSON for its start, each round and each member that it loses."""
+    """Run one worker, which prints a line of JSON for its start, each round and each member that it loses."""
     import torch
     from msgspec import convert
 
@@ -41,12 +41,12 @@ def work(task: dict[str, Any]) -> None:
     from diloco.swarm.engine import SwarmEngine
     from support.rounds import average
 
-    def tell(**fields: Any) -> None:
+    def report(**fields: Any) -> None:
         print(json.dumps(fields), flush=True)
 
     def on_event(type_: str, fields: Any) -> None:
         if type_ == "member_lost":
-            tell(lost=fields["number"], reason=fields["reason"])
+            report(lost=fields["number"], reason=fields["reason"])
 
     torch.set_num_threads(1)
     sequence = 0
@@ -54,7 +54,7 @@ def work(task: dict[str, Any]) -> None:
     engine.serve_state(lambda: GlobalState({}, {"sequence": sequence, "inner_steps": 0}, "same"))
     engine.fetch_state()
     own_member = next(member for member in engine.status().members if member.number == engine.worker)
-    tell(worker=engine.worker, addresses=own_member.addresses)
+    report(worker=engine.worker, addresses=own_member.addresses)
     while sum(member.live and member.has_state for member in engine.status().members) < WORKERS:
         time.sleep(0.05)
     while sequence < task["rounds"]:
@@ -62,10 +62,10 @@ def work(task: dict[str, Any]) -> None:
         started = time.monotonic()
         try:
             result = average(engine, sequence, _ROUND_SECONDS, numel=task["numel"], name="int8")
-            tell(round=sequence, seconds=time.monotonic() - started, contributors=result.contributors)
+            report(round=sequence, seconds=time.monotonic() - started, contributors=result.contributors)
             sequence += 1
         except RoundFailed as failure:
-            tell(round=sequence, seconds=time.monotonic() - started, failure=str(failure))
+            report(round=sequence, seconds=time.monotonic() - started, failure=str(failure))
             state = engine.fetch_state() if failure.resync else None
             sequence = sequence + 1 if state is None else state.numbers["sequence"] + len(state.means)
     sys.stdin.readline()
@@ -124,7 +124,8 @@ def main() -> int:
         work(options.worker)
         return 0
     task_fields = {"rounds": options.rounds, "numel": int(1e6 * options.megabytes)}
-    key, num_lost = RunKey.create(), 0
+    key = RunKey.create()
+    num_lost = 0
     with ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         net = stack.enter_context(internet())
@@ -140,7 +141,8 @@ def main() -> int:
         for number in range(options.rounds):
             for worker in workers:
                 worker.go()
-            times, contributors = list[float](), set[tuple[int, ...]]()
+            times: list[float] = []
+            contributors: set[tuple[int, ...]] = set()
             for index, worker in enumerate(workers):
                 while "round" not in (line := worker.hear()):
                     print(f"  worker {index} has lost worker {line['lost']}: {line['reason']}")

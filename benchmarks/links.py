@@ -28,7 +28,7 @@ _TUN_MTU = 32_000  # few large packets: the relay is Python
 
 @dataclass(frozen=True)
 class Link:
-    """Between two namespaces; `delay_seconds` is one way."""
+    """The link between two namespaces; `delay_seconds` is one way."""
 
     megabits: int | None
     delay_seconds: float = 0.0
@@ -40,7 +40,7 @@ class Link:
 
 
 def inside(side: int, command: list[str]) -> list[str]:
-    """The command line that runs `command` on that side."""
+    """Return the command line that runs `command` on that side."""
     return ["ip", "netns", "exec", _name(side), *command]
 
 
@@ -56,8 +56,9 @@ def _run(*command: str) -> None:
 
 @contextmanager
 def joined(link: Link) -> Iterator[None]:
-    """Both sides are up, and reach each other at ADDRESSES."""
-    stop, relay = multiprocessing.get_context("fork").Event(), None
+    """Join the two sides, which reach each other at ADDRESSES, for the duration of the context."""
+    stop = multiprocessing.get_context("fork").Event()
+    relay = None
     try:
         for side in (0, 1):
             _run("ip", "netns", "add", _name(side))
@@ -102,7 +103,7 @@ def _relay(first: str, second: str, delay_seconds: float, stop: Event) -> None:
 
 
 def _open_tun(namespace: str) -> int:
-    """A namespace is entered for opening the device; packets then pass wherever the process is."""
+    """Enter a namespace to open its device; packets then pass wherever the process is."""
     with Path(f"/run/netns/{namespace}").open() as namespace_file:
         if ctypes.CDLL(None).setns(namespace_file.fileno(), 0x40000000):  # CLONE_NEWNET
             raise OSError(f"setns {namespace} failed")

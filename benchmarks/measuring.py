@@ -1,4 +1,4 @@
-"""What the benchmarks measure with: this process's memory and sent bytes, the machine in words, results as JSON.
+"""Measuring, for all benchmarks: this process's memory and sent bytes, the machine in words, results as JSON.
 
 A result file has `code` (version of the package, commit), `date`, `machine` and `results`.
 
@@ -35,7 +35,7 @@ def reset_peak_memory() -> int:
 
 
 def peak_memory() -> int:
-    """The most resident bytes since `reset_peak_memory`."""
+    """Return the most resident bytes since `reset_peak_memory`."""
     return _status_bytes("VmHWM")
 
 
@@ -47,7 +47,7 @@ def _status_bytes(key: str) -> int:
 
 
 def socket_bytes_sent() -> int:
-    """Bytes sent so far on all open TCP sockets of this process, each byte once however often TCP repeated it."""
+    """Count the bytes sent so far on all open TCP sockets of this process, each once however often TCP repeated it."""
     total = 0
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -86,7 +86,7 @@ def check_cuda(remedy: str) -> None:
 
 
 def machine() -> dict[str, object]:
-    """The machine in words that say nothing of its owner."""
+    """Describe the machine in words that say nothing of its owner."""
     import torch
 
     return {
@@ -106,14 +106,14 @@ def _processor() -> str:
 
 
 def results_path(benchmark: str, device: str | None = None) -> Path:
-    """benchmarks/results/<benchmark>-<processor or device>-….json."""
+    """Return benchmarks/results/<benchmark>-<processor or device>-….json."""
     all_words = "".join(letter if letter.isalnum() else " " for letter in (device or _processor()).lower()).split()
     name_words = [word for word in all_words if word not in ("r", "tm", "cpu", "processor")]
     return RESULTS / f"{benchmark}-{'-'.join(name_words)}{'' if device else f'-{os.cpu_count()}-cores'}.json"
 
 
 def code_version() -> dict[str, object]:
-    """The package's version and the commit that is measured; `changed`: with files that are not committed."""
+    """Return the package's version and the commit that is measured; `changed`: with files that are not committed."""
     from diloco.version import __version__
 
     def git(*command: str) -> str:
@@ -132,7 +132,7 @@ def code_version() -> dict[str, object]:
 
 
 def write_results(benchmark: str, results: object, *, device: str | None = None) -> Path:
-    """Overwritten by each run."""
+    """Write the result file of this benchmark and machine, in place of that of an earlier run."""
     path = results_path(benchmark, device)
     path.parent.mkdir(exist_ok=True)
     machine_facts = machine() | ({} if device is None else {"device": device})

@@ -66,8 +66,8 @@ def main() -> None:
         measured["loss_above_data_parallel"] = measured["validation_loss"] / base["validation_loss"] - 1
         measured["times_fewer_bytes"] = base["bytes_sent_by_a_worker"] / measured["bytes_sent_by_a_worker"]
         print(
-            f"{name:14} loss {measured['validation_loss']:.3f} ({measured['loss_above_data_parallel']:+.1%})  perplexity "
-            f"{measured['perplexity']:.1f}  {measured['times_fewer_bytes']:.0f} times fewer bytes"
+            f"{name:14} loss {measured['validation_loss']:.3f} ({measured['loss_above_data_parallel']:+.1%})  "
+            f"perplexity {measured['perplexity']:.1f}  {measured['times_fewer_bytes']:.0f} times fewer bytes"
         )
     print(f"written: {write_results('recipe', {'seeds': options.seeds, 'cases': cases}).name}")
 

@@ -41,7 +41,7 @@ CASES = ("alone", "gloo", "swarm")
 
 @dataclass(frozen=True)
 class Task:
-    """What every worker is told."""
+    """What every worker does."""
 
     codec: str
     model: str
@@ -58,7 +58,7 @@ class Measured:
 
 
 def measure(engine: Engine, task: Task, together: Callable[[], object]) -> Measured:
-    """`together` returns when all workers have called it."""
+    """Measure rounds. `together` returns when all workers have called it."""
     device = torch.device(task.device)
     torch.manual_seed(0)
     _warm_up()
@@ -135,7 +135,7 @@ def _free_port() -> int:
 
 
 def swarm_worker(settings: Any, pipe: Connection, task: Task, workers: int) -> None:
-    """Says its number; begins each round when told so."""
+    """Run a swarm's worker. Sends its number, and before each round "ready"; any answer begins the round."""
     from diloco.swarm.engine import SwarmEngine
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
@@ -185,7 +185,7 @@ def summarise(case: str, task: Task, measured: list[Measured]) -> dict[str, Any]
 
 
 def rows_before(rows: list[dict[str, Any]], device: str | None) -> list[dict[str, Any]]:
-    """What an earlier run has measured on such a machine and this one has not."""
+    """Read what an earlier run has measured on such a machine and this one has not."""
     path = results_path("rounds", device)
     if not path.exists():
         return []

@@ -26,7 +26,7 @@ from measuring import write_results
 
 IN_MEMORY = Path("/dev/shm")
 """Run folders are small, and written with fsync: on a disk a schedule would mostly wait for that."""
-_TOLD_EVERY = 100
+_REPORT_EVERY = 100
 
 
 def shrink(seed: int, lies: tuple[str, ...]) -> schedules.ScheduleResult:
@@ -43,19 +43,19 @@ def shrink(seed: int, lies: tuple[str, ...]) -> schedules.ScheduleResult:
 
 
 def begin(folder: str) -> None:
-    """In each process."""
+    """Set up a process: no log, one thread, and run folders in `folder`."""
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     tempfile.tempdir = folder
 
 
-def ended(seed: int, count: int, shrinking: bool) -> schedules.ScheduleResult:
+def run_schedule(seed: int, count: int, shrinking: bool) -> schedules.ScheduleResult:
     lies = schedules.lies_of(seed, count)
     result = schedules.run(seed, lies=lies)
     return shrink(seed, lies) if result.problems() and shrinking else result
 
 
-def tell(result: schedules.ScheduleResult) -> None:
+def show(result: schedules.ScheduleResult) -> None:
     liar = f" (lies: {', '.join(result.lies)})" if result.lies else ""
     print(f"seed {result.seed}, {result.workers} workers{liar}:", *result.problems(), sep="\n  ")
     print(*result.faults, sep="\n  ", flush=True)
@@ -69,14 +69,18 @@ def main() -> int:
     parser.add_argument("--lies", type=int, default=0, help="so many workers lie, in other ways for each seed")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many run at once (one a core)")
     options = parser.parse_args()
-    started, failed, settled, rounds_after = time.monotonic(), list[int](), list[float](), list[int]()
-    outside, unsettled = 0, list[int]()
+    started = time.monotonic()
+    failed: list[int] = []
+    settled: list[float] = []
+    rounds_after: list[int] = []
+    outside = 0
+    unsettled: list[int] = []
     seeds = range(options.first, options.first + options.seeds)
     with (
         tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder,
-        multiprocessing.Pool(options.processes, begin, (folder,), maxtasksperchild=_TOLD_EVERY) as pool,
+        multiprocessing.Pool(options.processes, begin, (folder,), maxtasksperchild=_REPORT_EVERY) as pool,
     ):
-        runs = pool.imap_unordered(partial(ended, count=options.lies, shrinking=options.shrink), seeds)
+        runs = pool.imap_unordered(partial(run_schedule, count=options.lies, shrinking=options.shrink), seeds)
         for number, result in enumerate(runs, 1):
             settled.append(result.settled_seconds)
             rounds_after.append(result.rounds_after)
@@ -84,10 +88,11 @@ def main() -> int:
             unsettled += [result.seed] if result.outside and result.problem else []
             if result.problems():
                 failed.append(result.seed)
-                tell(result)
-            if number % _TOLD_EVERY == 0:
+                show(result)
+            if number % _REPORT_EVERY == 0:
                 print(f"{number} of {options.seeds}, {len(failed)} failed", flush=True)
-    seconds, median = time.monotonic() - started, sorted(rounds_after)[len(rounds_after) // 2]
+    seconds = time.monotonic() - started
+    median = sorted(rounds_after)[len(rounds_after) // 2]
     num_soon = sum(rounds <= 2 for rounds in rounds_after)
     print(
         f"{options.seeds} schedules, {len(failed)} failed; all workers were in a round {max(settled):.1f} s after the "
@@ -96,7 +101,7 @@ def main() -> int:
     )
     if options.lies:
         print(f"{outside} had a round of which half or more lied; of these, {len(unsettled)} did not settle")
-    if options.seeds < _TOLD_EVERY:
+    if options.seeds < _REPORT_EVERY:
         return 1 if failed else 0
     facts = {"first": options.first, "seeds": options.seeds, "lies": options.lies, "failed": sorted(failed)}
     facts |= {"outside": outside, "unsettled": sorted(unsettled)} if options.lies else {}

@@ -1,4 +1,4 @@
-"""Makes `support`, what benchmarks share with the tests, importable: import it before anything of `support`."""
+"""Makes tests/support importable, which benchmarks share with the tests: import it before anything of `support`."""
 
 import sys
 from pathlib import Path

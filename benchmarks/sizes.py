@@ -44,6 +44,8 @@ MOST_OFF = 0.2
 
 @dataclass(frozen=True)
 class Size:
+    """One size of a run, as the estimate told it and as it was measured."""
+
     what: str
     told: float
     measured: float
@@ -54,7 +56,7 @@ class Size:
 
 
 def make_model(folder: Path) -> Path:
-    """A Llama-family folder of 135M random weights, shaped as SmolLM2-135M."""
+    """Write a Llama-family folder of 135M random weights, shaped as SmolLM2-135M."""
     shape = ModelConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -80,7 +82,7 @@ def command(options: tuple[str, ...], out: Path, *more: str) -> list[str]:
 
 
 def measure(options: tuple[str, ...], out: Path) -> list[Size]:
-    """What is told of a run, and what it has."""
+    """Compare what `--estimate` tells of a run with what the run has."""
     estimate = json.loads(
         subprocess.run(command(options, out, "--estimate", "--json"), check=True, capture_output=True).stdout
     )
@@ -104,7 +106,7 @@ def measure(options: tuple[str, ...], out: Path) -> list[Size]:
 
 
 def worker_peaks(launcher: int) -> list[tuple[int, int]]:
-    """(process, peak memory) of the launcher's worker processes; not of a worker's own children."""
+    """List (process, peak memory) of the launcher's worker processes; not of a worker's own children."""
     peaks = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -144,7 +146,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     arguments = parser.parse_args()
-    console, results = Console(), {}
+    console = Console()
+    results = {}
     with tempfile.TemporaryDirectory() as temporary:
         for case in arguments.cases:
             folder = Path(temporary) / case.replace(" ", "-").replace(",", "")

@@ -22,7 +22,8 @@ from measuring import Spread, write_results
 TORCH = ["-c", "import torch"]
 DILOCO = ["-c", "import torch, diloco; diloco.DiLoCo"]
 HELP = ["-m", "diloco.cli.main", "--help"]
-MAX_IMPORT_SECONDS, MAX_HELP_SECONDS = 2.0, 1.0
+MAX_IMPORT_SECONDS = 2.0
+MAX_HELP_SECONDS = 1.0
 
 
 def seconds(arguments: list[str]) -> float:

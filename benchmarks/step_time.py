@@ -41,14 +41,16 @@ from diloco.models.native.model import NativeModel
 from diloco.models.native.presets import preset
 from measuring import Spread, check_cuda, write_results
 
-H, FRAGMENTS, OVERLAP = 20, 3, 2
+H = 20
+FRAGMENTS = 3
+OVERLAP = 2
 LIMIT_SECONDS = 120.0
 MOST_SLOWER = 1.02
 
 
 @dataclass(frozen=True)
 class Task:
-    """What both workers are told."""
+    """What both workers do."""
 
     device: str
     model: str
@@ -67,12 +69,12 @@ class Task:
 
 @dataclass
 class Measured:
-    """Of worker 0, in seconds, after the first sync."""
+    """What worker 0 measured after the first sync, in seconds."""
 
     with_transfer: list[float] = field(default_factory=list)
     without: list[float] = field(default_factory=list)
     outer: list[float] = field(default_factory=list)
-    """Of each sync."""
+    """One for each sync."""
     rounds: list[float] = field(default_factory=list)
     waited: float = 0.0
 
@@ -94,14 +96,14 @@ class Clock:
         return float(start.elapsed_time(end) / 1000 if self._cuda else end - start)
 
 
-def connected(task: Task, rank: int) -> Any:
+def connect(task: Task, rank: int) -> Any:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task.port))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     return diloco.connect(timeout_seconds=LIMIT_SECONDS)
 
 
-def built(task: Task, device: str) -> tuple[Any, diloco.SyncConfig]:
+def build(task: Task, device: str) -> tuple[Any, diloco.SyncConfig]:
     torch.manual_seed(0)
     with torch.device(device):
         model = NativeModel(preset(task.model))
@@ -119,9 +121,9 @@ def built(task: Task, device: str) -> tuple[Any, diloco.SyncConfig]:
 
 
 def train(task: Task, pipe: Connection) -> None:
-    """Worker 0."""
-    with connected(task, 0) as engine:
-        model, sync = built(task, task.device)
+    """Train as worker 0, and send what it measured."""
+    with connect(task, 0) as engine:
+        model, sync = build(task, task.device)
         device = torch.device(task.device)
         optimizer = diloco.DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-4), engine, sync=sync)
         tokens = torch.randint(model.config.vocab_size, (task.batch, task.sequence + 1), device=device)
@@ -133,18 +135,21 @@ def train(task: Task, pipe: Connection) -> None:
             loss.backward()
             optimizer.inner_step()
 
-        pipe.send(measured(optimizer, step, Clock(device), task))
+        pipe.send(measure(optimizer, step, Clock(device), task))
         if task.other == "apart":
             optimizer.unfinished.silence()
         else:
             optimizer.finish()
 
 
-def measured(optimizer: diloco.DiLoCo, step: Callable[[], None], clock: Clock, task: Task) -> Measured:
-    result, loop, syncs = Measured(), optimizer.loop, task.syncs
+def measure(optimizer: diloco.DiLoCo, step: Callable[[], None], clock: Clock, task: Task) -> Measured:
+    result = Measured()
+    loop = optimizer.loop
+    syncs = task.syncs
     steps: list[tuple[bool, Any, Any, Any]] = []
     for _ in range(H * (syncs + 1)):
-        in_flight, started = bool(loop.in_flight), clock.now()
+        in_flight = bool(loop.in_flight)
+        started = clock.now()
         step()
         stepped = clock.now()
         if len(steps) == H:  # the second sync begins
@@ -174,15 +179,15 @@ def measured(optimizer: diloco.DiLoCo, step: Callable[[], None], clock: Clock, t
 
 
 def follow(task: Task) -> None:
-    """Worker 1: the same rounds, and no computing between them."""
-    with connected(task, 1) as engine:
-        model, sync = built(task, "cpu" if task.other == "cpu" else task.device)
+    """Follow as worker 1: the same rounds, and no computing between them."""
+    with connect(task, 1) as engine:
+        model, sync = build(task, "cpu" if task.other == "cpu" else task.device)
         optimizer = diloco.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=1e-4), engine, sync=sync)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         if task.other == "apart":
             optimizer.unfinished.silence()
-            model, _ = built(task, task.device)
+            model, _ = build(task, task.device)
             keep_turning(model, sync, task)
             return
         for _ in range(H * (task.syncs + (2 if task.trace else 1))):
@@ -191,7 +196,7 @@ def follow(task: Task) -> None:
 
 
 def keep_turning(model: Any, sync: diloco.SyncConfig, task: Task) -> None:
-    """As worker 1, but alone, a fragment's steps and its sync every so many of worker 0's steps, until it is ended."""
+    """Do what worker 1 does, but alone, at the pace of worker 0's steps, until the process is ended."""
     optimizer = diloco.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=1e-4), diloco.alone(), sync=sync)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -34,11 +34,17 @@ from rich.table import Table
 
 import search_path  # noqa: F401  `support` of the tests
 from measuring import results_path, write_results
-from swarm_cases import OURS, RAW, Join, Loss, joining, losses, one_round
-from swarm_crowd import Crowd, crowd
+from swarm_cases import OURS, RAW, Crowd, Join, Loss, crowd, joining, losses, one_round
 
 PARTS = ("round", "losses", "joins", "crowd")
-MOST_TIME, MOST_BETWEEN, MOST_DURING, LEAST_FULL = 0.4, 2.0, 10.0, 0.95
+MOST_TIME = 0.4
+"""The quickest of our codecs may take this share of Hivemind's time."""
+MOST_BETWEEN = 2.0
+"""Seconds that a loss between rounds may cost."""
+MOST_DURING = 10.0
+"""Seconds that a loss in a transfer may cost."""
+LEAST_FULL = 0.95
+"""The least share of rounds in which all peers are."""
 
 
 def show_rounds(rows: list[dict[str, Any]]) -> list[str]:
@@ -103,7 +109,7 @@ def _table(title: str, headings: tuple[str, ...], lines: Sequence[tuple[str, ...
 
 
 def measure(part: str, folder: Path, quick: bool) -> tuple[Any, list[str]]:
-    """What to keep, and which targets were missed."""
+    """Measure a part. Returns its results, and the targets that were missed."""
     match part:
         case "round":
             parameters, repeats = (5_000_000, 2) if quick else (50_000_000, 5)
@@ -119,8 +125,8 @@ def measure(part: str, folder: Path, quick: bool) -> tuple[Any, list[str]]:
     return asdict(crowd_rounds), show_crowd(crowd_rounds)
 
 
-def _measured_before() -> dict[str, Any]:
-    """The parts that an earlier run has measured on such a machine."""
+def _earlier_results() -> dict[str, Any]:
+    """Read the parts that an earlier run has measured on such a machine."""
     path = results_path("swarm")
     return dict(json.loads(path.read_text())["results"]) if path.exists() else {}
 
@@ -137,7 +143,7 @@ def main() -> int:
             results[part], problems = measure(part, Path(folder), options.quick)
         missed += problems
     if not options.quick:
-        print(f"written: {write_results('swarm', _measured_before() | results).name}")
+        print(f"written: {write_results('swarm', _earlier_results() | results).name}")
     for target in missed:
         print(f"target missed: {target}")
     return 1 if missed else 0

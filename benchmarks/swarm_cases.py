@@ -1,32 +1,46 @@
-"""The cases of benchmarks/swarm.py; each starts its own workers and leaves none behind."""
+"""The cases of benchmarks/swarm.py; each starts its own workers and leaves none behind.
+
+What the workers do is in swarm_workers.py, but for (d), whose trainers are threads of this process.
+"""
 
 import contextlib
+import math
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import torch
 
 import search_path  # noqa: F401  `support` of the tests
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
 from diloco.core.fragments import PartLayout
+from diloco.engines.rounds import Contribution, GlobalState, RoundKey
+from diloco.errors import RoundFailed
+from diloco.swarm.engine import SwarmEngine
+from diloco.swarm.run_files import invitation_file, write_private
+from diloco.swarm.settings import Settings
+from diloco.swarm.trust.invitation import invite
+from diloco.swarm.trust.run_key import RunKey
 from measuring import Spread
 from support.swarm.processes import Worker, Workers, descendants
 from support.swarm.trainers import Round, average
-from swarm_hivemind import Exchange, average_raw
-from swarm_streams import pass_streams
-from swarm_trainers import Joined, exchange, train_freely
+from swarm_workers import Exchange, Joined, average_raw, exchange, pass_streams, train_freely
 
-RAW, STREAMS = "hivemind fp16", "p2pd's streams alone"
+RAW = "hivemind fp16"
+STREAMS = "p2pd's streams alone"
 OURS = "ours "
 _ROUND_SECONDS = 150.0
 _WARM_UP = 3  # rounds of each case: workers keep the last eight means, in memory that is new until then
 _AFTER_SECONDS = 1.0
 _H = 3
-_PEACEFUL = 3
+_PEACEFUL_ROUNDS = 3
 
 
 # (a) One round
@@ -55,7 +69,7 @@ class Rounds:
 
 
 def one_round(folder: Path, parameters: int, codecs: list[str], repeats: int) -> list[dict[str, object]]:
-    """Ours with each codec and Hivemind's in turn, so that what else the machine does falls on all alike."""
+    """Measure ours with each codec and Hivemind's in turn, so that what else the machine does falls on all alike."""
     with Workers(folder / "ours") as ours, Workers(folder / "raw") as raw, Workers(folder / "streams") as plain:
         pair = ours.start_all(["one", "two"], exchange, parameters)
         first = raw.start("raw", average_raw, parameters, [])
@@ -112,7 +126,7 @@ def _loopback_bytes() -> int:
 
 
 def _cpu_seconds(workers: list[Worker]) -> float:
-    """Of all processes of these workers so far."""
+    """Return the processor time of all processes of these workers so far."""
     ticks = 0
     for pid in (pid for worker in workers for pid in [worker.pid, *descendants(worker.pid)]):
         with contextlib.suppress(OSError):
@@ -122,7 +136,7 @@ def _cpu_seconds(workers: list[Worker]) -> float:
 
 
 def _memory(workers: list[Worker]) -> int:
-    """The most that all processes beside the trainers have held so far."""
+    """Return the most memory that all processes beside the trainers have held so far."""
     return sum(_peak(pid) for worker in workers for pid in descendants(worker.pid))
 
 
@@ -139,7 +153,7 @@ def _peak(pid: int) -> int:
 
 @dataclass(frozen=True)
 class Loss:
-    """A worker lost, and the round that the others then ended. `extra`: seconds more than in peace."""
+    """A worker that was lost, and the round that the others then ended. `extra`: seconds more than in peace."""
 
     deed: str
     victim: str
@@ -172,27 +186,30 @@ DEEDS: dict[str, Callable[[Worker, int], None]] = {
 
 
 def losses(folder: Path, parameters: int) -> list[Loss]:
-    """With the default timeouts. The dead are lost one after another, from four until one is left; of those that
-    freeze there is one in a swarm, since a swarm of which most have fallen silent waits longer on purpose."""
+    """Measure losses of workers with the default timeouts.
+
+    Killed workers are lost one after another, from four until one is left. Only one freezes in each swarm, since a
+    swarm of which most have fallen silent waits longer on purpose.
+    """
     loss_rows = []
     for deed in DEEDS:
         for victim in ("leader", "other"):
             sizes = [(4, 1), (3, 1), (2, 1)] if "SIGSTOP" in deed else [(4, 3)]
-            for workers, deaths in sizes:
-                case_folder = folder / f"{deed}-{victim}-{workers}".replace(" ", "-")
-                loss_rows += _lose(case_folder, parameters, deed, victim, (workers, deaths))
+            for size, deaths in sizes:
+                case_folder = folder / f"{deed}-{victim}-{size}".replace(" ", "-")
+                loss_rows += _lose(case_folder, parameters, deed, victim, size, deaths)
     return loss_rows
 
 
-def _lose(folder: Path, parameters: int, deed: str, victim: str, of: tuple[int, int]) -> list[Loss]:
-    """`of`: so many workers, of which so many are lost."""
+def _lose(folder: Path, parameters: int, deed: str, victim: str, size: int, deaths: int) -> list[Loss]:
+    """Lose `deaths` of `size` workers, one after another."""
     loss_rows = []
     with Workers(folder) as all_:
-        names = [f"machine-{index}" for index in range(of[0])]
+        names = [f"machine-{index}" for index in range(size)]
         workers = all_.start_all(names, average, parameters, SyncConfig(_H, "fp32", timeout_seconds=120.0))
-        for _ in range(of[1]):
+        for _ in range(deaths):
             usual_seconds = statistics.median(
-                max(round_.seconds for round_ in _round(workers)) for _ in range(_PEACEFUL)
+                max(round_.seconds for round_ in _round(workers)) for _ in range(_PEACEFUL_ROUNDS)
             )
             lost_worker = workers.pop(0 if victim == "leader" else -1)
             if "between" in deed:
@@ -219,8 +236,8 @@ def _loss(deed: str, victim: str, rounds: list[Round], usual_seconds: float) -> 
     seconds = max(round_.seconds for round_ in rounds)
     ended = all(round_.failure is None for round_ in rounds)
     one_state = len({round_.digest for round_ in rounds}) == 1 and len({str(round_.weights) for round_ in rounds}) == 1
-    intact = all(rounds[0].weights.get(round_.worker) == _H for round_ in rounds)
-    same = ended and one_state and intact and rounds[0].anchor == rounds[0].anchor
+    all_work_counts = all(rounds[0].weights.get(round_.worker) == _H for round_ in rounds)
+    same = ended and one_state and all_work_counts and not math.isnan(rounds[0].anchor)
     return Loss(deed, victim, len(rounds) + 1, seconds, seconds - usual_seconds, same)
 
 
@@ -233,14 +250,15 @@ class Join:
     member_seconds: float
     """From the start of the worker to its number; mostly Python's imports."""
     state_seconds: float
-    """From then on to the state."""
+    """From the number to the state."""
     rounds_missed: int
-    """That ended after it had the state, before the first with its work."""
+    """Rounds that ended after it had the state, before the first with its work."""
 
 
 def joining(folder: Path, parameters: int, joiners: int = 3) -> list[Join]:
-    """Two workers train; others join them one after another."""
-    sync, joins = SyncConfig(10, "fp16", timeout_seconds=120.0), []
+    """Let two workers train, and others join them one after another."""
+    sync = SyncConfig(10, "fp16", timeout_seconds=120.0)
+    joins = []
     with Workers(folder) as all_:
         first = all_.start("first", train_freely, parameters, sync, 0.05)
         first.hear(120.0)
@@ -262,3 +280,104 @@ def joining(folder: Path, parameters: int, joiners: int = 3) -> list[Join]:
         for worker in (first, second):
             worker.ask("end", 60.0)
     return joins
+
+
+# (d) Many peers
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """The rounds of many peers."""
+
+    peers: int
+    rounds: int
+    full: int
+    """Rounds in which all were."""
+    failed: int
+    """Failed rounds, summed over the workers."""
+    seconds: Spread
+    """The time of a round."""
+
+
+def crowd(folder: Path, peers: int, rounds: int, pause_seconds: float) -> Crowd:
+    """Let many peers end rounds: real sidecars, whose trainers are threads of this process."""
+    key = RunKey.create()
+    engines: list[SwarmEngine] = []
+
+    def start(index: int) -> None:
+        machine = folder / f"machine-{index}" / "swarm"
+        members = engines[0].status().members if engines else []
+        addresses = [member.addresses[0] for member in members if member.live][:4]
+        write_private(machine / invitation_file(), invite(key, addresses, 3600.0, time.time()).text())
+        engine = SwarmEngine(Settings(str(machine), "worker-0", founder=index == 0, host="127.0.0.1"))
+        engine.serve_state(lambda: GlobalState({"0.anchor": torch.zeros(1)}, {"sequence": 0}, "same"))
+        engine.fetch_state()
+        engines.append(engine)
+
+    try:
+        start(0)
+        for first in range(1, peers, 3):
+            _together([partial(start, index) for index in range(first, min(first + 3, peers))])
+        _until_all_see_all(engines)
+        return _crowd_rounds(engines, rounds, pause_seconds)
+    finally:
+        _together([engine.close for engine in engines])
+
+
+def _until_all_see_all(engines: list[SwarmEngine]) -> None:
+    end = time.monotonic() + 60.0
+    while any(
+        sum(member.live and member.has_state for member in engine.status().members) < len(engines) for engine in engines
+    ):
+        if time.monotonic() > end:
+            raise SystemExit("the peers do not see each other")
+        time.sleep(0.1)
+
+
+def _crowd_rounds(engines: list[SwarmEngine], rounds: int, pause_seconds: float) -> Crowd:
+    contributors_of_round: dict[int, list[int]] = {sequence: [] for sequence in range(rounds)}
+    seconds: list[float] = []
+    failed: list[str] = []
+    lock = threading.Lock()
+
+    def train(engine: SwarmEngine) -> None:
+        vector = EncodedVector(codec("fp32"), PartLayout(1024))
+        chance = torch.Generator().manual_seed(engine.worker)
+        for sequence in range(rounds):
+            time.sleep(pause_seconds * (1 + float(torch.rand(1, generator=chance))))
+            vector.encode(0, torch.ones(1024))
+            posted = time.monotonic()
+            try:
+                result = engine.start_round(
+                    RoundKey(sequence, 0), Contribution(vector, 1.0, 32.0, "anchor", "same", 1000.0), 60.0
+                ).wait()
+                with lock:
+                    contributors_of_round[sequence].append(len(result.contributors))
+                    seconds.append(time.monotonic() - posted)
+            except RoundFailed as failure:
+                with lock:
+                    failed.append(failure.reason)
+                engine.fetch_state()
+
+    _together([partial(train, engine) for engine in engines])
+    full = sum(contributors == [len(engines)] * len(engines) for contributors in contributors_of_round.values())
+    return Crowd(len(engines), rounds, full, len(failed), Spread.of(seconds))
+
+
+def _together(work: list[Callable[[], None]]) -> None:
+    """Make all calls, each in a thread; raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001  raised again below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

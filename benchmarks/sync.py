@@ -48,7 +48,8 @@ SIZES = {
 }
 CODECS = ("fp16", "bf16", "int8", "int4", "fp32")
 TOKENS = 8  # a step's activations are not what is measured
-MAX_BYTES, MAX_COPIES = 2.1, 7.0
+MAX_BYTES = 2.1
+MAX_COPIES = 7.0
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 
 
@@ -98,7 +99,8 @@ class Syncs:
         if self.due:
             self.sent = socket_bytes_sent()
             self.barrier.wait(LIMIT_SECONDS)
-            self.started, self.cpu_started = time.perf_counter(), time.process_time()
+            self.started = time.perf_counter()
+            self.cpu_started = time.process_time()
 
     def end(self) -> None:
         self.seconds.append(time.perf_counter() - self.started)
@@ -108,7 +110,7 @@ class Syncs:
 
 
 def train(model: Transformer, step: Callable[[], object], syncs: Syncs, count: int, rank: int) -> None:
-    """`count` times H inner steps, each with its sync; the data differ between workers."""
+    """Train for `count` times H inner steps, each with its sync; the data differ between workers."""
     generator = torch.Generator().manual_seed(rank)
     for number in range(1, count * STEPS_PER_SYNC + 1):
         tokens = torch.randint(0, model.config.vocab_size, (1, TOKENS + 1), generator=generator)
@@ -121,7 +123,7 @@ def train(model: Transformer, step: Callable[[], object], syncs: Syncs, count: i
 
 
 def warm_up(size: str) -> None:
-    """One step of one layer: what libraries load and keep for themselves is not the model's memory."""
+    """Take one step of one layer: what libraries load and keep for themselves is not the model's memory."""
     model = build_model(size, layers=1)
     inner = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
@@ -158,7 +160,7 @@ def worker(task: Task, rank: int, barrier: Barrier, results: Connection) -> None
 
 
 def free_ports() -> int:
-    """A port p such that p and p + 1 were free a moment ago."""
+    """Find a port p such that p and p + 1 are free."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -172,7 +174,7 @@ def free_ports() -> int:
 
 @contextmanager
 def errors_kept() -> Iterator[None]:
-    """torchft logs every quorum to standard error, in all processes: shown only if a run fails."""
+    """Hold back standard error, where torchft logs every quorum in all processes; show it only if a run fails."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as error_file:
         real = os.dup(2)
@@ -189,7 +191,7 @@ def errors_kept() -> Iterator[None]:
 
 
 def run(case: str, size: str, syncs: int, malloc: dict[str, str]) -> list[Measured]:
-    """`malloc`: environment variables with which the workers start."""
+    """Run a case. `malloc`: environment variables with which the workers start."""
     with errors_kept():
         os.environ.update(malloc)
         try:

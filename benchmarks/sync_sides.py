@@ -16,14 +16,17 @@ import torch
 import diloco
 from diloco.outer.rounds import RoundEvent
 
-PLAIN, TORCHFT = "plain AdamW", "torchft 0.2.0"
-WORKERS, STEPS_PER_SYNC, LIMIT_SECONDS = 2, 2, 300.0
+PLAIN = "plain AdamW"
+TORCHFT = "torchft 0.2.0"
+WORKERS = 2
+STEPS_PER_SYNC = 2
+LIMIT_SECONDS = 300.0
 Build = Callable[[Any, Any], tuple[Callable[[], object], list[int]]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run of one case: what every worker is told."""
+    """One run of one case: what every worker does."""
 
     case: str
     size: str
@@ -40,7 +43,8 @@ def plain(_task: Task, _rank: int) -> Iterator[Build]:
 @contextmanager
 def ours(task: Task, rank: int) -> Iterator[Build]:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORKERS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task.port))
-    engine, reported = diloco.connect(timeout_seconds=LIMIT_SECONDS), []
+    engine = diloco.connect(timeout_seconds=LIMIT_SECONDS)
+    reported: list[int] = []
 
     def note(event: RoundEvent) -> None:
         assert event.result is not None, event.failure
@@ -95,5 +99,6 @@ def torchft(task: Task, rank: int) -> Iterator[Build]:
 
 
 def side(case: str) -> Callable[[Task, int], AbstractContextManager[Build]]:
-    """What a case is built with: entered before the model exists, so that connections are not its memory."""
+    """Return the side of a case. It is entered before the model exists, so that connections are not the model's
+    memory."""
     return {PLAIN: plain, TORCHFT: torchft}.get(case, ours)
