@@ -16,7 +16,7 @@ class NotAsItMustBe(Exception):
 
 
 def sleep(swarm: Swarm) -> list[Member]:
-    """A member's processes stand still for three times `lost_seconds`."""
+    """Stop a member's processes for three times `lost_seconds`."""
     sleeper = swarm.members[-1]
     sleeper.away = True
     swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
@@ -27,7 +27,7 @@ def sleep(swarm: Swarm) -> list[Member]:
 
 
 def twice(swarm: Swarm) -> list[Member]:
-    """A copy of a member's run folder is started: it must be refused."""
+    """Start a copy of a member's run folder, which must be refused."""
     swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
     copy = swarm.resume("copy", swarm.members[-1])
     swarm.wait(lambda: None not in (copy.code, swarm.members[0].code))
@@ -37,7 +37,7 @@ def twice(swarm: Swarm) -> list[Member]:
 
 
 def founder_gone(swarm: Swarm) -> list[Member]:
-    """The founder is killed; a new member joins at another one's addresses."""
+    """Kill the founder, and let a new member join at another one's addresses."""
     swarm.wait_for_round(swarm.size.attack_from, swarm.members[0])
     invitation = swarm.invitation(known_by=1)
     swarm.members[0].kill()
@@ -49,14 +49,14 @@ def founder_gone(swarm: Swarm) -> list[Member]:
 
 
 def bad_pair(swarm: Swarm) -> list[Member]:
-    """The last two members drop each other's packets."""
+    """Let the last two members drop each other's packets."""
     swarm.wait_for_round(swarm.size.attack_from - 1, swarm.members[0])
     _cut(swarm, [3], [4])
     return swarm.members[:5]
 
 
 def slow_line(swarm: Swarm) -> list[Member]:
-    """The last member's line has 1 Mbit/s from then on."""
+    """Limit the last member's line to 1 Mbit/s from then on."""
     swarm.wait_for_round(swarm.size.attack_from - 1, swarm.members[0])
     assert swarm.net is not None
     swarm.net.limit("m4", "1mbit")
@@ -64,7 +64,7 @@ def slow_line(swarm: Swarm) -> list[Member]:
 
 
 def cut(swarm: Swarm) -> list[Member]:
-    """Two members are cut off until a new one has joined on each side, and for three times `lost_seconds` more."""
+    """Cut two members off until a new one has joined on each side, and for three times `lost_seconds` more."""
     swarm.wait_for_round(swarm.size.attack_from - 1, swarm.members[0])
     invitations = [swarm.invitation(known_by=index) for index in (1, 4)]
     _cut(swarm, [0, 1, 2], [3, 4])

@@ -296,7 +296,8 @@ def _named(honest: list[Member], bad: Member | None, ends: dict[int, float]) -> 
         assert bad is not None
         number = str(bad.number)
         for event in member.events:
-            event_type, when = str(event["type"]), float(event["time"])
+            event_type = str(event["type"])
+            when = float(event["time"])
             if event_type in ("member_banned", "leader_passed_over", "state_refused") and event["peer"] == bad.peer:
                 namings.append((when, f"{event_type}: {event.get('reason', '')}"))
             reasons_by_kind = (

@@ -124,7 +124,8 @@ def torchft(task: Task, model: Any, inner: EmulatedSteps) -> Iterator[Callable[[
     from torchft.coordination import LighthouseServer
     from torchft.local_sgd import DiLoCo
 
-    address, limit = ADDRESSES[task.rank], timedelta(seconds=LIMIT_SECONDS)
+    address = ADDRESSES[task.rank]
+    limit = timedelta(seconds=LIMIT_SECONDS)
     lighthouse = LighthouseServer(bind=f"{ADDRESSES[0]}:29510", min_replicas=2) if task.rank == 0 else None
     store = TCPStore(address, 29500, is_master=True, wait_for_workers=False)
     manager = Manager(

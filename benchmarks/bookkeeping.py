@@ -74,7 +74,8 @@ def training_seconds(pairs: int) -> tuple[Spread, Spread]:
         return time.perf_counter() - started
 
     step(optimizer.step)
-    alone, extra = [], []
+    alone = []
+    extra = []
     for _ in range(pairs):
         alone.append(step(optimizer.inner.step))
         extra.append(step(optimizer.step) - alone[-1])

@@ -111,7 +111,8 @@ class Chaos:
         return life.name
 
     def intrude(self) -> str:
-        task, run = self._task("stranger"), self.workers.key.run_id
+        task = self._task("stranger")
+        run = self.workers.key.run_id
         worker = self.workers.start("stranger", intrude, task, run, self.workers.addresses())
         self.lives.append(Life(task.life, "stranger", worker, honest=False))
         return task.life

@@ -51,7 +51,9 @@ def measure(model_name: str, device: torch.device, folder: Path) -> dict[str, An
 
     step()
     quiet_seconds = statistics.median(step() for _ in range(STEPS))
-    held_seconds, seconds_beside, seconds_to_close = [], [], []
+    held_seconds = []
+    seconds_beside = []
+    seconds_to_close = []
     for number in range(1, SAVES + 1):
         started = time.perf_counter()
         store.save(number, number, state, {})

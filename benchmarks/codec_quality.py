@@ -49,7 +49,8 @@ MODELS = {
     ),
 }  # fmt: skip
 INNER = {"lr": 3e-3, "warmup_steps": 50, "beta2": 0.999}
-NESTEROV, AVERAGING = "nesterov 0.7/0.8", "sgd 1.0"
+NESTEROV = "nesterov 0.7/0.8"
+AVERAGING = "sgd 1.0"
 OUTER: dict[str, dict[str, Any]] = {
     NESTEROV: {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.8},
     AVERAGING: {"optimizer": "sgd", "lr": 1.0},

@@ -25,25 +25,28 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    busy = [_busy() for _ in range(options.load)]
     exits: Counter[str] = Counter()
     bad: Counter[str] = Counter()
-    for way in cycle(options.ways.split(",")):
-        codes, text = run_processes(WAYS[way])
-        exits[way] += len(codes)
-        if tuple(codes) != WAYS[way].codes:
-            bad[way] += 1
-            print(f"{way}: {codes}\n{text}", flush=True)
-        if exits.total() >= options.exits:
-            break
-    for pid in busy:
-        os.kill(pid, signal.SIGKILL)
+    busy = [_busy() for _ in range(options.load)]
+    try:
+        for way in cycle(options.ways.split(",")):
+            codes, text = run_processes(WAYS[way])
+            exits[way] += len(codes)
+            if tuple(codes) != WAYS[way].codes:
+                bad[way] += 1
+                print(f"{way}: {codes}\n{text}", flush=True)
+            if exits.total() >= options.exits:
+                break
+    finally:
+        for pid in busy:
+            os.kill(pid, signal.SIGKILL)
     for way, count in exits.items():
         print(f"{way:20} {count:5} exits, {bad[way]} sets of processes with a wrong exit code")
     raise SystemExit(bool(bad))
 
 
 def _busy() -> int:
+    """Fork a process that keeps a core busy, and return its number."""
     pid = os.fork()
     while pid == 0:
         pass

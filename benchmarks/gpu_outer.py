@@ -60,7 +60,8 @@ def naive(fragment: Fragment, lr: float = 0.7, mu: float = 0.9) -> None:
 
 
 def pieces(fragment: Fragment) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    anchors, momenta = fragment.views(fragment.anchor), fragment.views(fragment.state["momentum"])
+    anchors = fragment.views(fragment.anchor)
+    momenta = fragment.views(fragment.state["momentum"])
     for name, tensor in zip(fragment.names, fragment.tensors, strict=True):
         yield tensor, anchors[name], momenta[name]
 

@@ -88,7 +88,8 @@ def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, resu
         event.result.members[rank].weight if event.result is not None and rank in event.result.contributors else 0.0
     )
     compute = step_seconds * (TIMES_SLOWER if rank == SLOW else 1.0)
-    began, first_round = time.monotonic(), (0.0, 0.0)
+    began = time.monotonic()
+    first_round = (0.0, 0.0)
     while optimizer.position < rounds * H + WAYS[way].warm_start:
         x = torch.randn(8, 64)
         optimizer.zero_grad()
@@ -97,7 +98,8 @@ def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, resu
         optimizer.step()
         if first_round[0] == 0.0 and optimizer.position >= H + 5:  # the first round is merged on all
             first_round = (time.monotonic() - began, optimizer.loop.counters.sync_seconds)
-    seconds, waited = time.monotonic() - began, optimizer.loop.counters.sync_seconds
+    seconds = time.monotonic() - began
+    waited = optimizer.loop.counters.sync_seconds
     steps = optimizer.loop.state.steps_taken
     optimizer.finish()
     results.send(
@@ -116,7 +118,8 @@ def train(rank: int, path: str, way: str, rounds: int, step_seconds: float, resu
 def run(way: str, rounds: int, step_seconds: float) -> list[Measured]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+        pipes = []
+        processes = []
         for rank in range(WORKERS):
             receive, send = context.Pipe(duplex=False)
             arguments = (rank, str(Path(folder) / "rendezvous"), way, rounds, step_seconds, send)

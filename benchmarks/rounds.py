@@ -113,7 +113,8 @@ def over_gloo(task: Task, rank: int, workers: int, port: int, barrier: Any, pipe
 
 def in_processes(workers: int, task: Task) -> list[Measured]:
     context = multiprocessing.get_context("spawn")
-    barrier, port = context.Barrier(workers), _free_port()
+    barrier = context.Barrier(workers)
+    port = _free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
     processes = [
         context.Process(target=over_gloo, args=(task, rank, workers, port, barrier, pipes[rank][1]))

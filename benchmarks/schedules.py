@@ -38,7 +38,8 @@ def shrink(seed: int, lies: tuple[str, ...]) -> schedules.ScheduleResult:
         fewer = [kept_fault for kept_fault in faults if kept_fault is not fault]
         retried = schedules.run(seed, workers, fewer, lies)
         if retried.problems():
-            faults, ended = fewer, retried
+            faults = fewer
+            ended = retried
     return ended
 
 

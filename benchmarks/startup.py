@@ -40,7 +40,9 @@ def main() -> int:
     repeats = 3 if parser.parse_args().quick else 9
     for arguments in (DILOCO, HELP):
         seconds(arguments)  # compiles what is not compiled yet, and fills the file cache
-    torch_seconds, diloco_seconds, help_seconds = [], [], []
+    torch_seconds = []
+    diloco_seconds = []
+    help_seconds = []
     for _ in range(repeats):
         torch_seconds.append(seconds(TORCH))
         diloco_seconds.append(seconds(DILOCO))

@@ -51,7 +51,9 @@ def show_rounds(rows: list[dict[str, Any]]) -> list[str]:
     raw, raw_cpu = next((row["seconds"]["median"], row["cpu_seconds"]["median"]) for row in rows if row["case"] == RAW)
     lines = []
     for row in rows:
-        seconds, cpu, reported = row["seconds"], row["cpu_seconds"]["median"], row["reported_bytes"]
+        seconds = row["seconds"]
+        cpu = row["cpu_seconds"]["median"]
+        reported = row["reported_bytes"]
         lines.append(
             (
                 row["case"],

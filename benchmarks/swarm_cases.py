@@ -104,7 +104,8 @@ def measure_round(row: Rounds, workers: list[Worker], command: str) -> None:
     for worker in workers:
         worker.hear(_ROUND_SECONDS)
     time.sleep(0.1)
-    loopback_before, cpu_before = _loopback_bytes(), _cpu_seconds(workers)
+    loopback_before = _loopback_bytes()
+    cpu_before = _cpu_seconds(workers)
     for worker in workers:
         worker.say("go")
     exchanges: list[Exchange] = [worker.hear(_ROUND_SECONDS) for worker in workers]

@@ -63,7 +63,8 @@ def exchange(settings: Settings, pipe: Connection, numel: int) -> None:
     engine = SwarmEngine(settings)
     engine.serve_state(lambda: GlobalState({"0.anchor": torch.zeros(1)}, {"sequence": 0}, "same"))
     engine.fetch_state()
-    gradient, mean = torch.randn(numel), torch.empty(numel)
+    gradient = torch.randn(numel)
+    mean = torch.empty(numel)
     sequence = 0
     vectors: dict[str, EncodedVector] = {}
     pipe.send((True, engine.worker))
@@ -85,7 +86,8 @@ def exchange(settings: Settings, pipe: Connection, numel: int) -> None:
 
 def _spans(vector: EncodedVector) -> "list[tuple[int, int, slice]]":
     """Cut a vector as the outer loop cuts a fragment: first part, number of parts and elements of each span."""
-    part_elements, layout = vector.layout.part_elements, vector.layout
+    part_elements = vector.layout.part_elements
+    layout = vector.layout
     parts = max(1, span_elements(vector.data.device) // part_elements)
     firsts = range(0, layout.num_parts, parts)
     counts = [min(parts, layout.num_parts - first) for first in firsts]
@@ -167,7 +169,8 @@ def pass_streams(settings: Settings, pipe: Connection, num_bytes: int, first: tu
 
 
 async def _pass(settings: Settings, pipe: Connection, half: int, first: tuple[str, list[str]] | None) -> None:
-    outgoing, incoming = memoryview(bytes(half)), [memoryview(bytearray(half)) for _ in range(2)]
+    outgoing = memoryview(bytes(half))
+    incoming = [memoryview(bytearray(half)) for _ in range(2)]
     served: asyncio.Queue[None] = asyncio.Queue()
 
     async def both_ways(stream: Stream, into: memoryview) -> None:

@@ -33,17 +33,17 @@ def begin(name: str) -> None:
 
 
 def node() -> Node:
-    """The bad member's own."""
+    """Return the bad member's node."""
     return _nodes[0]
 
 
 def has_begun(sequence: int | None = None) -> bool:
-    """Whether it attacks in this round; None: in the one that it is in, or posts next."""
+    """Whether the bad member attacks in this round; None: in the round that it is in, or posts next."""
     return (node().own.ended_round + 1 if sequence is None else sequence) >= FIRST
 
 
 def instead_of(owner: Any, method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Puts a function in the place of a method; its first argument is the honest method."""
+    """Put a function in the place of a method; its first argument is the honest method."""
 
     def put(function: Callable[..., Any]) -> Callable[..., Any]:
         honest = getattr(owner, method)

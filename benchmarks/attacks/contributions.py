@@ -21,11 +21,12 @@ from diloco.swarm.trainer import PostedRound, PresentWorker
 
 _SEQUENCE, _WEIGHT, _NORM, _ROUND_WEIGHT, _LAYOUT = 1, 3, 4, 5, 8
 """Places in a header."""
-_VALIDATION_LOSS, _VALIDATION_TOKENS = -15, -14
+_VALIDATION_LOSS = -15
+_VALIDATION_TOKENS = -14
 
 
 def with_fields(data: bytes, **fields: Any) -> bytes:
-    """A header with other values at these places, named `at_N`."""
+    """Return a header with other values at the places N, which are given as `at_N`."""
     values = list(header._FORMAT.unpack(data))
     for place, value in fields.items():
         values[int(place.removeprefix("at_"))] = value
@@ -35,8 +36,9 @@ def with_fields(data: bytes, **fields: Any) -> bytes:
 def _changed(
     posted: PostedRound, change: Callable[[Tensor], Tensor], claim: float | None, **fields: Any
 ) -> PostedRound:
-    """With other values, and a header that fits them; `claim`: the norm that the header says instead."""
-    codec_used, num_parts = codec(posted.codec), posted.num_parts
+    """Return a post with other values and a header that fits them; `claim`: the norm that the header says instead."""
+    codec_used = codec(posted.codec)
+    num_parts = posted.num_parts
     values = torch.empty(num_parts, posted.part_elements)
     codec_used.decode(
         torch.frombuffer(bytearray(posted.contribution.view), dtype=torch.uint8).view(num_parts, -1), values
@@ -51,7 +53,7 @@ def _changed(
 
 
 def _tell_beside(note: bytes | None = None, **fields: Any) -> None:
-    """Another note beside an honest contribution, or other numbers in its header."""
+    """Send another note beside an honest contribution, or other numbers in its header."""
 
     @instead_of(Participant, "post")
     async def post(honest: Callable[..., Any], self: Participant, posted: PostedRound) -> Any:

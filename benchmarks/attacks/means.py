@@ -27,7 +27,8 @@ def forged_end() -> None:
     """It says that the round has ended, with a mean of NaN and votes that it has made for all."""
 
     def forge(sequence: int) -> messages.Outcome:
-        own_node, last = node(), node().outcomes.recent.get(node().own.ended_round)
+        own_node = node()
+        last = node().outcomes.recent.get(node().own.ended_round)
         if last is None:
             return messages.Outcome()
         entries = tuple(
@@ -41,7 +42,8 @@ def forged_end() -> None:
         )
         key = replace(last.plan.key, sequence=sequence)
         plan = structs.replace(last.plan, key=key, entries=entries, shares=())
-        parts, data = last.certificate.num_parts, _NAN * (len(last.mean) // 2)
+        parts = last.certificate.num_parts
+        data = _NAN * (len(last.mean) // 2)
         notary = own_node.outcomes.notary
         directions = bytes(directions_bytes(plan))
         ranges = tuple(notary.sign_range(plan, digest, directions) for digest in range_digests(plan, parts, data))
@@ -105,7 +107,8 @@ def different_means() -> None:
             await honest(self, stream)
             return
         await self._wait_until(lambda: self._reduced == len(self._mine), 5.0)
-        wrong, digest = memoryview(bytes(len(self._mean(self._mine)))), RangeDigest(self._mean_width)
+        wrong = memoryview(bytes(len(self._mean(self._mine))))
+        digest = RangeDigest(self._mean_width)
         digest.add(wrong)
         await write_frame(stream, wrong, 1.0)
         await write_frame(stream, bytes(comparison_bytes(len(self.plan.contributors))), 1.0)

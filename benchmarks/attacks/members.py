@@ -48,7 +48,8 @@ def invented_members() -> None:
     async def tell() -> None:
         own_node = node()
         invitation = Invitation.parse(own_node.settings.path(invitation_file()).read_text(), None)
-        port, invented = os.environ["ATTACK_PORT"], list[messages.RosterEntry]()
+        port = os.environ["ATTACK_PORT"]
+        invented = list[messages.RosterEntry]()
         while not has_begun():
             await asyncio.sleep(0.2)
         for count in range(_INVENTED):
@@ -79,7 +80,8 @@ def invented_with_a_live_number() -> None:
         own_node = node()
         while not has_begun():
             await asyncio.sleep(0.2)
-        key, port = RunKey.load(own_node.settings.path(RUN_KEY_FILE)), os.environ["ATTACK_PORT"]
+        key = RunKey.load(own_node.settings.path(RUN_KEY_FILE))
+        port = os.environ["ATTACK_PORT"]
         peers = [peer_id(secrets.token_bytes(32)) for _ in range(60)]
         credentials = [(peer, invite(key, [], 86400.0, time.time()).credential(peer).data()) for peer in peers]
         while True:

@@ -91,7 +91,8 @@ def highest_term() -> None:
 
     async def take() -> None:
         own_node = node()
-        calls, turn = own_node.participant.calls, 0
+        calls = own_node.participant.calls
+        turn = 0
         terms: dict[str, int] = {}
         while True:
             await asyncio.sleep(0.5)

@@ -19,7 +19,8 @@ from diloco.swarm.node import transfer
 from diloco.swarm.protocol.certificate import Notary, RangeDigest
 
 CHECKS_OFF = "CHECKS_OFF"
-_DIGEST, _SIGNATURE = bytes(32), bytes(64)
+_DIGEST = bytes(32)
+_SIGNATURE = bytes(64)
 
 
 def leave_checks_out() -> None:

@@ -216,7 +216,8 @@ def judge(claim: PublishedClaim, seeds: Sequence[SeedResults], *, smoke: bool = 
     if len(measured) < FEWEST_SEEDS:
         seeds_text = f"{len(measured)} of the {FEWEST_SEEDS} seeds that a verdict needs"
         return Judgement(claim, measured, "not resolved", seeds_text)
-    mean, half = statistics.mean(measured), half_width(measured)
+    mean = statistics.mean(measured)
+    half = half_width(measured)
     low, high = mean - half, mean + half
     if claim.at_least <= low and high <= claim.at_most:
         return Judgement(claim, measured, "holds")

@@ -81,7 +81,8 @@ def fit_power_law(places: Sequence[Sequence[float]], values: Sequence[float]) ->
     """Fit the law through points (x_1, x_2, …) → y; None if the points do not determine it."""
     from scipy.optimize import curve_fit
 
-    x, y = np.array(places, float).T, np.array(values, float)
+    x = np.array(places, float).T
+    y = np.array(values, float)
     if len(values) <= len(x) + 1 or np.linalg.matrix_rank(np.vstack([np.ones(len(y)), np.log(x)])) < len(x) + 1:
         return None
     start = (float(np.abs(y).mean()) or 1e-3, *([0.5] * len(x)))

@@ -42,7 +42,7 @@ OUTER_STEPS: dict[str, tuple[float, float]] = {
 @final
 @dataclass(frozen=True)
 class Scale:
-    """The sizes of an experiment, and the numbers of its two sides, tuned."""
+    """The sizes of all arms at this scale, and the tuned numbers of DiLoCo and of its baselines."""
 
     name: str
     model: Table
@@ -86,7 +86,7 @@ class Scale:
         return {"lr": lr, "warmup_steps": self.warmup_steps, "final_lr_ratio": self.final_lr_ratio} | more
 
     def diloco(self, name: str = "DiLoCo", **changes: Any) -> Arm:
-        """DiLoCo as tuned; `sync`, `outer` and `inner` are added to its tables, other fields of Arm are replaced."""
+        """Make DiLoCo as tuned; `sync`, `outer` and `inner` are added to its tables, other fields of Arm replaced."""
         sync = {"num_inner_steps": self.H, "codec": "fp32", "max_norm_ratio": None} | changes.pop("sync", {})
         outer = changes.pop("outer", {})
         if outer.get("optimizer", "nesterov") == "nesterov":
@@ -95,12 +95,12 @@ class Scale:
         return self._arm(name, inner, sync=sync, outer=outer, **changes)
 
     def data_parallel(self, name: str = "8× batch, data-parallel", **changes: Any) -> Arm:
-        """All workers' batches in every step: the baseline for equal steps and equal tokens."""
+        """Make the baseline for equal steps and equal tokens: all workers' batches in every step."""
         inner = self.inner(self.data_parallel_lr) | changes.pop("inner", {})
         return self._arm(name, inner, mode="data_parallel", **changes)
 
     def one_worker(self, name: str = "1× baseline", **changes: Any) -> Arm:
-        """One worker's batch, no communication."""
+        """Make the baseline without communication: one worker's batch in every step."""
         inner = self.inner(self.one_worker_lr) | changes.pop("inner", {})
         return self._arm(name, inner, mode="data_parallel", **{"workers": 1} | changes)
 
@@ -122,7 +122,7 @@ class Scale:
         return replace(arm, **changes)
 
     def changed(self, numbers: Mapping[str, Any]) -> "Scale":
-        """This scale with other numbers; of `outer_steps` the methods that are named."""
+        """Return this scale with other numbers. In `outer_steps` only the named methods are replaced."""
         outer_steps = dict(self.outer_steps) | dict(numbers.get("outer_steps", {}))
         return replace(self, **{**numbers, "outer_steps": outer_steps})
 
@@ -141,7 +141,7 @@ class Scale:
         )
 
     def tokens(self) -> int:
-        """All tokens of a run with all workers, pre-training included."""
+        """Count the tokens of a run with all workers, pre-training included."""
         steps = self.pretraining_steps + self.steps
         return steps * self.workers * self.batch_size * self.sequence_length
 
@@ -235,7 +235,8 @@ SCALES: dict[str, Scale] = {
 
 
 def _sized(name: str, width: int, heads: int, intermediate: int, steps: int = 1500) -> Scale:
-    """A model of four layers in the regime of the three sizes; the largest takes more steps, for enough tokens."""
+    """Make a scale of the three sizes, whose models have four layers; the largest takes more steps, for enough
+    tokens."""
     return Scale(
         name=name,
         model=_shape(width, 4, heads, heads, intermediate),

@@ -15,7 +15,8 @@ def _name(size: int) -> str:
 
 
 def _data_parallel(scale: Scale, size: int) -> Arm:
-    """The rate goes from the tuned one of a single batch to that of eight with the root of the batch."""
+    """Make a data-parallel arm. Between the tuned rates of one batch and of eight the rate follows the root of the
+    batch."""
     if size == 1:
         return scale.one_worker(updates_multiplier=8, inner={"lr": scale.one_worker_lr})
     lr = max(scale.one_worker_lr, scale.data_parallel_lr * (size / 8) ** 0.5)

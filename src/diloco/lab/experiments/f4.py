@@ -30,7 +30,8 @@ def arms(scale: Scale) -> Arms:
 
 
 def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
-    short, long = round(scale.H * SHORT), round(scale.H * LONG)
+    short = round(scale.H * SHORT)
+    long = round(scale.H * LONG)
     return (
         PublishedClaim(
             f"H = {long} costs at most 3 % of perplexity over H = {short}, with {long // short} times fewer rounds",

@@ -5,20 +5,20 @@ from diloco.lab.experiment import Arms, Curves, Experiment, Figure
 from diloco.lab.scales import Scale
 
 IID = "8 workers, i.i.d."
-OTHER = "8 workers, non-i.i.d."
+NON_IID = "8 workers, non-i.i.d."
 IID_4 = "4 workers, i.i.d."
-OTHER_4 = "4 workers, non-i.i.d."
+NON_IID_4 = "4 workers, non-i.i.d."
 ONE = "1× baseline"
 DROPPED = "8 workers, non-i.i.d., 50 % dropped"
 
 
 def arms(scale: Scale) -> Arms:
     return {
-        OTHER: scale.diloco(data="shards"),
+        NON_IID: scale.diloco(data="shards"),
         IID: scale.diloco(),
         ONE: scale.one_worker(),
         DROPPED: scale.diloco(data="shards", drop=0.5),
-        OTHER_4: scale.diloco(data="shards", workers=4),
+        NON_IID_4: scale.diloco(data="shards", workers=4),
         IID_4: scale.diloco(workers=4),
     }
 
@@ -29,28 +29,28 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
         PublishedClaim(
             "8 workers with different texts are within 2 % of 8 workers with the same",
             "−0.40 % (15.02 against 15.08)",
-            lambda m: m.change(OTHER, IID),
+            lambda m: m.change(NON_IID, IID),
             at_most=0.02,
             expected=15.02 / 15.08 - 1,
         ),
         PublishedClaim(
             "4 workers with different texts are within 2 % of 4 workers with the same",
             "−0.33 % (15.18 against 15.23)",
-            lambda m: m.change(OTHER_4, IID_4),
+            lambda m: m.change(NON_IID_4, IID_4),
             at_most=0.02,
             expected=15.18 / 15.23 - 1,
         ),
         PublishedClaim(
             "8 workers with different texts have a lower perplexity than one worker that reads all",
             "−7.46 % (15.02 against 16.23)",
-            lambda m: m.change(OTHER, ONE),
+            lambda m: m.change(NON_IID, ONE),
             at_most=0.0,
             expected=15.02 / 16.23 - 1,
         ),
         PublishedClaim(
             "Figure 8, non-i.i.d.: half of the communication dropped costs at most 3 %",
             "+2.1 %",
-            lambda m: m.change(DROPPED, OTHER),
+            lambda m: m.change(DROPPED, NON_IID),
             at_most=0.03,
             expected=0.021,
         ),
@@ -59,7 +59,7 @@ def claims(scale: Scale) -> tuple[PublishedClaim, ...]:
 
 def figures(scale: Scale) -> tuple[Figure, ...]:
     del scale
-    return (Curves("Figure 5: i.i.d. and non-i.i.d.", (IID, OTHER, IID_4, OTHER_4)),)
+    return (Curves("Figure 5: i.i.d. and non-i.i.d.", (IID, NON_IID, IID_4, NON_IID_4)),)
 
 
 EXPERIMENT = Experiment(
@@ -70,7 +70,7 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     text="domains",
-    published={IID: 15.08, OTHER: 15.02, IID_4: 15.23, OTHER_4: 15.18, ONE: 16.23},
+    published={IID: 15.08, NON_IID: 15.02, IID_4: 15.23, NON_IID_4: 15.18, ONE: 16.23},
     note="The paper's shards are k-means clusters of one web text by the features of a model. Here they are those of "
     "the text given: such clusters too (data.partition = clusters), or whole labels, which are further apart.",
 )

@@ -15,7 +15,7 @@ KINDS = {SGD: "sgd", SGDM: "sgdm", ADAM: "adam"}
 
 
 def _outer(kind: str, lr: float, momentum: float) -> dict[str, Any]:
-    """The table `outer` of one optimizer: Adam takes the momentum as its beta1, and SGD takes none."""
+    """Return the table `outer` of one optimizer: Adam takes the momentum as its beta1, and SGD takes none."""
     numbers: dict[str, dict[str, float]] = {
         "sgd": {},
         "sgdm": {"momentum": momentum},

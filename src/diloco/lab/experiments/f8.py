@@ -14,7 +14,8 @@ def _name(dropped: float) -> str:
 
 
 def arms(scale: Scale) -> Arms:
-    """The paper counts every contribution that arrives alike; a swarm counts it by the steps behind it."""
+    """Return the paper's arms, in which all contributions that arrive count alike, and one in which a contribution
+    counts by the steps behind it, as in a swarm."""
     arms_by_name = {
         _name(dropped): scale.diloco(drop=dropped, missed="uniform") if dropped else scale.diloco()
         for dropped in DROPPED

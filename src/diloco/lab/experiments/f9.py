@@ -11,7 +11,7 @@ OUTER = "one worker with outer steps"
 
 
 def _arm(scale: Scale, lr: float, momentum: float) -> Arm:
-    """The inner rate is that of one worker without outer steps."""
+    """Make an arm with outer steps; its inner rate is that of one worker without them."""
     inner = {"lr": scale.one_worker_lr}
     return scale.diloco(workers=1, outer={"lr": lr, "momentum": momentum}, inner=inner)
 

@@ -37,7 +37,7 @@ class SweptValues(NamedTuple):
 
 
 def plan(scale: Scale) -> SweptValues:
-    """All values at one size; a spot check of the law at the larger ones."""
+    """Return all values for the scales of one size, and fewer for the larger ones, which check the law."""
     if scale.smoke:
         return SweptValues((2, 4), (0.0, 0.2, 0.5), (0.5, 0.7, 0.9), RULES)
     if scale.name in ("4m", "14m"):
@@ -142,17 +142,18 @@ class Cost(NamedTuple):
     """The cost of drops for one arm with one seed: its loss above that of the same arm and seed without drops."""
 
     k: int
-    part: float
+    dropped: float
     momentum: float
     nats: float
 
     @property
     def place(self) -> tuple[float, float, float]:
-        return self.part, float(self.k), 1 / (1 - self.momentum)
+        """Where the law has this cost: p, k, 1 / (1 − momentum)."""
+        return self.dropped, float(self.k), 1 / (1 - self.momentum)
 
 
 def costs(scale: Scale, results: Results, rule: MissedRule) -> list[Cost]:
-    """The costs of all finished arms of a rule; runs that diverged are left out."""
+    """Compute the costs of all finished arms of a rule; runs that diverged are left out."""
     measured: list[Cost] = []
     values = plan(scale)
     for k in values.workers:
@@ -239,7 +240,7 @@ def _best_momentum(scale: Scale, results: Results) -> list[Block]:
 
 
 def _losses(results: Results, k: int, dropped: float, rule: MissedRule, momenta: Sequence[float]) -> dict[float, float]:
-    """The mean loss over the seeds for each momentum that was run and did not diverge."""
+    """Compute the mean loss over the seeds for each momentum that was run and did not diverge."""
     means = {}
     for momentum in momenta:
         losses = [result.loss for result in results.get(_name(k, dropped, momentum, rule), ())]
@@ -249,7 +250,7 @@ def _losses(results: Results, k: int, dropped: float, rule: MissedRule, momenta:
 
 
 def _first_cosine(results: Sequence[ArmResult]) -> float | None:
-    """The mean cosine between outer gradients in the first rounds, over the seeds."""
+    """Compute the mean cosine between outer gradients in the first rounds, over the seeds."""
     rows = [row.cosine for result in results for row in result.statistics[:FIRST_ROUNDS] if row.cosine is not None]
     return statistics.mean(rows) if rows else None
 

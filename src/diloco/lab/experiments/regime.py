@@ -2,8 +2,7 @@
 
 The paper's regime is one in which more batch helps (one worker alone is 6 % above eight times the batch), frequent
 rounds are as good as data parallelism, and even rare ones beat one worker. Each gate is such a statement, with outer
-steps that were tuned for each H. A scale that
-misses one says so in its report; it is not shrunk until it passes.
+steps that were tuned for each H. A scale that misses one says so in its report; it is not shrunk until it passes.
 """
 
 import math
@@ -21,7 +20,7 @@ ALONE = "one worker with outer steps"
 
 
 def lengths(scale: Scale) -> tuple[int, int, int]:
-    """A short, the usual and a long H: 10, 30 and 150 where H is 30."""
+    """Return a short, the usual and a long H: 10, 30 and 150 where H is 30."""
     return max(1, scale.H // 3), scale.H, 5 * scale.H
 
 
@@ -91,7 +90,7 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
 
 
 def tuning(scale: Scale) -> list[Search]:
-    """The rate of a whole data-parallel run, whose first third is the shared pre-training of all arms."""
+    """Search the rate of a whole data-parallel run, whose first third is the shared pre-training of all arms."""
     return [
         Search(
             BATCH,
@@ -108,7 +107,7 @@ def _data_parallel_rates(lr: float) -> dict[str, float]:
 
 
 def tune_lengths(scale: Scale) -> list[Search]:
-    """The outer rate and momentum of the short and the long H."""
+    """Search the outer rate and momentum of the short and the long H."""
     short, _, long = lengths(scale)
     return [_search(scale, "short H", short), _search(scale, "long H", long)]
 

@@ -22,7 +22,7 @@ FILES: dict[str, dict[str, Any]] = {
 
 
 def _sync(scale: Scale, name: str) -> dict[str, Any]:
-    """The file's table, with at most as many fragments as the model has blocks."""
+    """Return the file's table, with at most as many fragments as the model has blocks."""
     fragments = min(FILES[name].get("fragments", 1), scale.model["num_layers"])
     return FILES[name] | {"fragments": fragments}
 

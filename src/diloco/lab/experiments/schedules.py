@@ -9,12 +9,10 @@ from diloco.lab.scales import Scale
 PLAIN = "DiLoCo"
 HALF = "half of H"
 GROWING = "half of H, growing (QSR)"
-WARM, DECAY, LAST, ALL = (
-    "momentum warms up",
-    "momentum decays",
-    "last round a plain mean",
-    "all three of the outer step",
-)
+WARM = "momentum warms up"
+DECAY = "momentum decays"
+LAST = "last round a plain mean"
+ALL = "all three of the outer step"
 MOMENTS = "second moments, every round"
 RARELY = "second moments, every 6th"
 
@@ -24,7 +22,7 @@ def _half(scale: Scale) -> int:
 
 
 def _growth(scale: Scale) -> float:
-    """The last rounds are as long as the longest of f4, five times the usual H."""
+    """Choose the growth so that the last rounds have five times the usual H."""
     return float((5 * scale.H) ** 0.5 * scale.inner_lr * scale.final_lr_ratio)
 
 

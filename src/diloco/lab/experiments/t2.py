@@ -60,7 +60,7 @@ def figures(scale: Scale) -> tuple[Figure, ...]:
 
 
 def tuning(scale: Scale) -> list[Search]:
-    """The inner rates of the three sides after the shared beginning, and DiLoCo's outer rate and momentum."""
+    """Search the inner rates of the three sides after the shared beginning, and DiLoCo's outer rate and momentum."""
     return [
         Search(
             BATCH,
