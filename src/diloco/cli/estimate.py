@@ -35,28 +35,28 @@ def print_estimate(
     check_device(config)
     cuda = config.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    sizes = config.sizes()
+    ranks_of_workers = config.ranks_of_workers()
     workers = max(2, members + config.workers) if config.engine == "swarm" else config.workers
-    place = Placement(workers, min(sizes), cuda, precision_name(config.compute.precision, device))
+    place = Placement(workers, min(ranks_of_workers), cuda, precision_name(config.compute.precision, device))
     folder = resume or Path(config.out or "runs")
     history = RunHistory() if resume is None else read_history(resume)
-    sizes_of_run = estimate(
+    sizes = estimate(
         config,
         vocab_size or history.resolved.get("data.vocab_size") or vocabulary_of(config),
         place,
-        processes=sum(sizes),
+        processes=sum(ranks_of_workers),
         folder=folder,
         history=history,
         bandwidth_bits=bits,
-        device_budget=device_budget(device, sum(sizes)),
-        threads=config.threads or max(1, (os.cpu_count() or 1) // sum(sizes)),
+        device_budget=device_budget(device, sum(ranks_of_workers)),
+        threads=config.threads or max(1, (os.cpu_count() or 1) // sum(ranks_of_workers)),
     )
-    notes = warnings(config, sizes_of_run, device)
+    notes = warnings(config, sizes, device)
     try:
-        check_disk(config, sizes_of_run.parameters, folder, trainable=sizes_of_run.trainable_parameters)
+        check_disk(config, sizes.parameters, folder, trainable=sizes.trainable_parameters)
     except ConfigError as error:
         notes.append(f"this run would be refused: {error}")
-    values = sizes_of_run.as_json() | {"warnings": notes}
+    values = sizes.as_json() | {"warnings": notes}
     if as_json:
         print(json.dumps(values, indent=2))
         return

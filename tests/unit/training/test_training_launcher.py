@@ -169,7 +169,7 @@ class FixedSet:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *codes: int | None, seconds: float = 1.0) -> None:
         self.polls = 0
         config = RunConfig(workers=len(codes))
-        ranks = [LocalRank(n, config.sizes(), folder, folder, 0) for n in range(len(codes))]
+        ranks = [LocalRank(n, config.ranks_of_workers(), folder, folder, 0) for n in range(len(codes))]
         self.workers = LocalWorkers(config, ranks, EndTogether(config, folder))
         monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.0)
         monkeypatch.setattr(launcher.time, "monotonic", lambda: seconds * self.polls)

@@ -16,11 +16,11 @@ from diloco.training.sharding import _filled, _without_parameters
 
 
 def test_one_number_of_ranks_is_for_all_workers_and_several_are_for_one_each() -> None:
-    assert RunConfig(workers=3, ranks="2").sizes() == (2, 2, 2)
-    assert RunConfig(workers=2, ranks="1,2").sizes() == (1, 2)
-    assert RunConfig(ranks="2").sizes(processes=8) == (2, 2, 2, 2)
-    assert RunConfig(ranks="1,2,1").sizes(processes=4) == (1, 2, 1)
-    assert RunConfig().sizes(processes=3) == (1, 1, 1)
+    assert RunConfig(workers=3, ranks="2").ranks_of_workers() == (2, 2, 2)
+    assert RunConfig(workers=2, ranks="1,2").ranks_of_workers() == (1, 2)
+    assert RunConfig(ranks="2").ranks_of_workers(processes=8) == (2, 2, 2, 2)
+    assert RunConfig(ranks="1,2,1").ranks_of_workers(processes=4) == (1, 2, 1)
+    assert RunConfig().ranks_of_workers(processes=3) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("ranks", ["0", "", "two", "1,", "2.5", "-1", "1,0"])
@@ -31,11 +31,11 @@ def test_ranks_that_are_no_numbers_are_refused(ranks: str) -> None:
 
 def test_ranks_that_do_not_fit_workers_or_processes_are_refused() -> None:
     with pytest.raises(ConfigError, match="ranks = 1,2,1 is for 3 workers, but workers = 2"):
-        RunConfig(ranks="1,2,1").sizes()
+        RunConfig(ranks="1,2,1").ranks_of_workers()
     with pytest.raises(ConfigError, match="ranks = 1,2 needs 3 processes, but there are 4"):
-        RunConfig(ranks="1,2").sizes(processes=4)
+        RunConfig(ranks="1,2").ranks_of_workers(processes=4)
     with pytest.raises(ConfigError, match="3 processes cannot be workers of ranks = 2"):
-        RunConfig(ranks="2").sizes(processes=3)
+        RunConfig(ranks="2").ranks_of_workers(processes=3)
 
 
 def test_a_batch_that_ranks_cannot_share_evenly_is_refused_with_the_next_number_that_works() -> None:

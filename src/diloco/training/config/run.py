@@ -350,7 +350,7 @@ class RunConfig:
         if self.port is not None and self.port + self.workers - 1 > 65535:
             raise ConfigError(f"port = {self.port} with {self.workers} workers, a port each, goes beyond 65535")
 
-    def sizes(self, processes: int | None = None) -> tuple[int, ...]:
+    def ranks_of_workers(self, processes: int | None = None) -> tuple[int, ...]:
         """Return the ranks of each worker: of `workers` workers, or of as many as `processes` processes make."""
         given = tuple(map(int, self.ranks.split(",")))
         if len(given) == 1:

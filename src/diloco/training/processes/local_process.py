@@ -22,7 +22,7 @@ class LocalRank:
     """A process of a run with a fixed set of workers: a whole worker, or one of a worker's ranks."""
 
     process: int
-    sizes: tuple[int, ...]
+    ranks_of_workers: tuple[int, ...]
     """The ranks of each worker; consecutive processes are one worker."""
     run_folder: Path
     corpus_folder: Path
@@ -33,25 +33,25 @@ class LocalRank:
 
     @property
     def processes(self) -> int:
-        return sum(self.sizes)
+        return sum(self.ranks_of_workers)
 
     @property
     def worker(self) -> int:
-        return sum(first <= self.process for first in accumulate(self.sizes))
+        return sum(first <= self.process for first in accumulate(self.ranks_of_workers))
 
     @property
     def rank(self) -> int:
         """The rank within the worker."""
-        return self.process - sum(self.sizes[: self.worker])
+        return self.process - sum(self.ranks_of_workers[: self.worker])
 
     def __str__(self) -> str:
         worker = f"worker {self.worker}"
-        return worker if self.sizes[self.worker] == 1 else f"{worker}, rank {self.rank},"
+        return worker if self.ranks_of_workers[self.worker] == 1 else f"{worker}, rank {self.rank},"
 
     @property
     def log(self) -> Path:
         """The file of everything that the process and its libraries write."""
-        rank = "" if self.sizes[self.worker] == 1 else f"-rank-{self.rank}"
+        rank = "" if self.ranks_of_workers[self.worker] == 1 else f"-rank-{self.rank}"
         return self.run_folder / "logs" / f"worker-{self.worker}{rank}.log"
 
 

@@ -161,9 +161,12 @@ class FixedWorkers(WayToStart):
         check_resumable(folder, range(self.config.workers), self.config, self.corpus.digest)
 
     def run(self, folder: Path, observer: Observer) -> EndedRun:
-        sizes = self.config.sizes()
+        ranks_of_workers = self.config.ranks_of_workers()
         resumed = self.resume is not None
-        ranks = [LocalRank(n, sizes, folder, self.corpus.folder, os.getpid(), resumed) for n in range(sum(sizes))]
+        ranks = [
+            LocalRank(process, ranks_of_workers, folder, self.corpus.folder, os.getpid(), resumed)
+            for process in range(sum(ranks_of_workers))
+        ]
         workers = LocalWorkers(self.config, ranks, EndTogether(self.config, folder))
         return run_to_end(self.config, folder, workers, observer, resumed=resumed)
 

@@ -57,10 +57,10 @@ class TorchrunRank(WayToStart):
         join_from_environment(START_SECONDS)
         self._rank = dist.get_rank()
         processes = dist.get_world_size()
-        self._sizes = self.config.sizes(processes)
+        self._ranks_of_workers = self.config.ranks_of_workers(processes)
         self._leads_machine = int(os.environ.get("LOCAL_RANK", self._rank)) == 0
         self._local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-        self.config = replace(self.config, workers=len(self._sizes))
+        self.config = replace(self.config, workers=len(self._ranks_of_workers))
 
     def check_out(self) -> None:
         """Check nothing: rank 0 alone will make the folder, and says then why it cannot."""
@@ -82,7 +82,7 @@ class TorchrunRank(WayToStart):
         if self._leads_machine:
             _meet()
         check_data(self.config, self.corpus, self.config.workers)
-        workers_here = max(1, self._local_processes * len(self._sizes) // sum(self._sizes))
+        workers_here = max(1, self._local_processes * len(self._ranks_of_workers) // sum(self._ranks_of_workers))
         check_room(self.config, self.corpus.vocab_size, self.resume, workers=workers_here)
 
     def create_folder(self) -> Path:
@@ -100,7 +100,7 @@ class TorchrunRank(WayToStart):
         return folder
 
     def check_resumable(self, folder: Path) -> None:
-        worker = [worker for worker, size in enumerate(self._sizes) for _ in range(size)][self._rank]
+        worker = [worker for worker, size in enumerate(self._ranks_of_workers) for _ in range(size)][self._rank]
         check_resumable(folder, [worker], self.config, self.corpus.digest)
         _meet()  # no rank changes anything before all have accepted
 
@@ -129,7 +129,7 @@ class TorchrunRank(WayToStart):
                 self.config,
                 self.corpus,
                 folder,
-                self._sizes,
+                self._ranks_of_workers,
                 local_processes=self._local_processes,
                 resume=self.resume is not None,
             )

@@ -38,27 +38,29 @@ def train_local_rank(config: RunConfig, local: LocalRank) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     _meet_locally(config, local)
     corpus = Corpus.open(local.corpus_folder)
-    train_here(config, corpus, local.run_folder, local.sizes, local_processes=local.processes, resume=local.resume)
+    train_here(
+        config, corpus, local.run_folder, local.ranks_of_workers, local_processes=local.processes, resume=local.resume
+    )
 
 
 def train_here(
     config: RunConfig,
     corpus: Corpus,
     run_folder: Path,
-    sizes: tuple[int, ...],
+    ranks_of_workers: tuple[int, ...],
     *,
     local_processes: int,
     resume: bool = False,
 ) -> None:
     """Run this process's rank in an initialised torch.distributed world.
 
-    `sizes`: the ranks of each worker; only its first rank writes events. `resume`: continue from the run folder's
-    checkpoints.
+    `ranks_of_workers`: how many each worker has; only its first one writes events. `resume`: continue from the run
+    folder's checkpoints.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     device = device_of(config, local_rank)
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // local_processes))
-    engine = _engine(config, sizes)
+    engine = _engine(config, ranks_of_workers)
     check_devices(device, engine.ranks)
     start = agree_on_start(run_folder, engine.worker, engine.workers, gather_bytes) if resume else None
     events = EventLog(run_folder, engine.worker) if engine.ranks.rank == 0 else NoEvents()
@@ -99,11 +101,11 @@ def on_stop_signals(stop: Callable[[], None]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _engine(config: RunConfig, sizes: tuple[int, ...]) -> TorchDistributedEngine | RankedEngine:
+def _engine(config: RunConfig, ranks_of_workers: tuple[int, ...]) -> TorchDistributedEngine | RankedEngine:
     seconds = config.sync.timeout_seconds
-    if set(sizes) == {1}:
+    if set(ranks_of_workers) == {1}:
         return TorchDistributedEngine(backend=config.backend, timeout_seconds=seconds, owns_world=True)
-    return RankedEngine(sizes, backend=config.backend, timeout_seconds=seconds, owns_world=True)
+    return RankedEngine(ranks_of_workers, backend=config.backend, timeout_seconds=seconds, owns_world=True)
 
 
 def device_of(config: RunConfig, local_rank: int) -> torch.device:
