@@ -100,9 +100,9 @@ def _reached(run: Path, step: int, members: int = 0, lost: int = 0) -> bool:
     path = run / "events.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     events = [json.loads(line) for line in lines]
-    at = max((one["step"] for one in events if one["type"] == "step"), default=0)
-    widest = max((len(one["members"]) for one in events if one["type"] == "round"), default=0)
-    return at >= step and widest >= members and sum(one["type"] == "member_lost" for one in events) >= lost
+    at = max((entry["step"] for entry in events if entry["type"] == "step"), default=0)
+    widest = max((len(entry["members"]) for entry in events if entry["type"] == "round"), default=0)
+    return at >= step and widest >= members and sum(entry["type"] == "member_lost" for entry in events) >= lost
 
 
 def draw(root: Path, picture: Path, address: list[tuple[str, str]], size: dict[str, int], *, dark: bool) -> None:
@@ -129,13 +129,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1440)
     parser.add_argument("--height", type=int, default=1180)
     parser.add_argument("--dark", action="store_true")
-    given = parser.parse_args()
-    runs = given.folder.absolute() / "runs"
+    options = parser.parse_args()
+    runs = options.folder.absolute() / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     train(runs)
     address = [("run", _SWARM), *(("over", name) for name in _ENDED), ("axis", "bytes")]
-    with swarm(runs, given.folder.absolute() / "others"):
-        draw(runs, given.picture, address, {"width": given.width, "height": given.height}, dark=given.dark)
+    with swarm(runs, options.folder.absolute() / "others"):
+        draw(runs, options.picture, address, {"width": options.width, "height": options.height}, dark=options.dark)
 
 
 if __name__ == "__main__":

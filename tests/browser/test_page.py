@@ -32,10 +32,10 @@ def _events() -> list[dict[str, Any]]:
 
 def _swarm() -> list[dict[str, Any]]:
     """One worker here and one elsewhere, three rounds; then the other one is lost."""
-    rounds = [one for sequence in range(3) for one in round_events(sequence, 2, 20) if one["worker"] == 0]
-    for one in rounds:
-        for member in one.get("members", ())[1:]:
-            member["report"]["last_round_seconds"] = [one["sequence"] - 1, 0.5, 0.0, 3.0, 0.5, 1.0, 1.5, 0.5]
+    rounds = [entry for sequence in range(3) for entry in round_events(sequence, 2, 20) if entry["worker"] == 0]
+    for entry in rounds:
+        for member in entry.get("members", ())[1:]:
+            member["report"]["last_round_seconds"] = [entry["sequence"] - 1, 0.5, 0.0, 3.0, 0.5, 1.0, 1.5, 0.5]
     lost = event("member_lost", 80.0, member=1, peer="p1", label="", reason="p1 could not be reached")
     return [started(0, 1), *rounds, lost]
 
@@ -60,24 +60,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(runs: Path) -> Iterator[Served]:
-    with serving(runs) as one:
-        yield one
+    with serving(runs) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def page(browser: Browser, served: Served) -> Iterator[Page]:
     """The page of the first run; it must neither raise nor be refused anything."""
-    one = browser.new_page(viewport={"width": 1300, "height": 900}, color_scheme="light")
-    one.set_default_timeout(_WAIT)
+    new_page = browser.new_page(viewport={"width": 1300, "height": 900}, color_scheme="light")
+    new_page.set_default_timeout(_WAIT)
     problems: list[str] = []
-    one.on("pageerror", lambda error: problems.append(str(error)))
-    one.on("console", lambda told: problems.append(told.text) if told.type == "error" else None)
-    one.goto(f"{served.address}#run=first")
-    one.wait_for_selector("body[data-drawn]")
-    yield one
+    new_page.on("pageerror", lambda error: problems.append(str(error)))
+    new_page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    new_page.goto(f"{served.address}#run=first")
+    new_page.wait_for_selector("body[data-drawn]")
+    yield new_page
     assert problems == []
-    assert one.evaluate("window.hacked") is None, "text of a run was executed"
-    one.close()
+    assert new_page.evaluate("window.hacked") is None, "text of a run was executed"
+    new_page.close()
 
 
 def _figures(page: Page) -> dict[str, str]:
@@ -108,31 +108,36 @@ def test_the_figures_are_those_of_the_log(page: Page, served: Served) -> None:
 
 
 def test_the_loss_curve_is_that_of_the_events_over_every_axis(page: Page) -> None:
-    validated = [one for one in _events() if one["type"] == "validation"]
-    logged = [one for one in _events() if one["type"] == "step" and one["worker"] == 0]
+    validated = [entry for entry in _events() if entry["type"] == "validation"]
+    logged = [entry for entry in _events() if entry["type"] == "step" and entry["worker"] == 0]
     curve = _curve(page, "loss", "worker 0")
-    assert curve["x"] == [one["step"] for one in logged]
-    assert curve["y"] == pytest.approx([one["loss"] for one in logged], rel=1e-5)
+    assert curve["x"] == [entry["step"] for entry in logged]
+    assert curve["y"] == pytest.approx([entry["loss"] for entry in logged], rel=1e-5)
     expected = {
-        "1": [one["step"] for one in validated],
-        "2": [2 * 512 * one["step"] for one in validated],
-        "3": [1000 * (one["step"] // 20) for one in validated],
-        "4": [one["time"] - 1_700_000_000 for one in validated],
+        "1": [entry["step"] for entry in validated],
+        "2": [2 * 512 * entry["step"] for entry in validated],
+        "3": [1000 * (entry["step"] // 20) for entry in validated],
+        "4": [entry["time"] - 1_700_000_000 for entry in validated],
     }
     for key, x in expected.items():
         page.keyboard.press(key)
         curve = _curve(page, "loss", "validation")
         assert curve["x"] == pytest.approx(x)
-        assert curve["y"] == pytest.approx([one["loss"] for one in validated], rel=1e-5)
+        assert curve["y"] == pytest.approx([entry["loss"] for entry in validated], rel=1e-5)
     page.keyboard.press("1")
 
 
 def test_every_number_of_a_round_can_be_chosen_and_is_drawn(page: Page, served: Served) -> None:
-    told = served.json("/api/run/first/series?points=1000")
-    assert [one["column"] for one in told["statistics"]] == ["round_seconds", "similarity", "codec_error", "mean_norm"]
-    for statistic in told["statistics"]:
+    message = served.json("/api/run/first/series?points=1000")
+    assert [entry["column"] for entry in message["statistics"]] == [
+        "round_seconds",
+        "similarity",
+        "codec_error",
+        "mean_norm",
+    ]
+    for statistic in message["statistics"]:
         page.locator("#statistic").select_option(label=statistic["meaning"])
-        assert _curve(page, "statistics", statistic["label"])["y"] == told["rounds"][statistic["column"]]
+        assert _curve(page, "statistics", statistic["label"])["y"] == message["rounds"][statistic["column"]]
     expect(page.locator("#digests")).to_contain_text(", similarity 0.50, codec error 0.0002, norm of the mean 1.5")
 
 
@@ -243,9 +248,9 @@ def test_a_smoothed_curve_has_the_measured_one_behind_it_and_both_values_in_the_
         "document.getElementById('loss').data.map(t => ({name: t.name, y: t.y, both: t.customdata, "
         "hover: t.hovertemplate, opacity: t.opacity}))"
     )
-    smoothed = next(one for one in traces if one["name"] == "training")
+    smoothed = next(entry for entry in traces if entry["name"] == "training")
     assert smoothed["both"] == measured and smoothed["y"] != measured and "%{customdata" in smoothed["hover"]
-    assert any(one["y"] == measured and one["opacity"] < 0.5 for one in traces)
+    assert any(entry["y"] == measured and entry["opacity"] < 0.5 for entry in traces)
     page.locator("#smoothing").fill("0")
 
 
@@ -274,9 +279,9 @@ def test_the_table_of_runs_says_how_each_trained_and_cuts_nothing_off(page: Page
 
 def test_runs_whose_bytes_are_far_apart_are_overlaid_on_a_logarithmic_axis(browser: Browser, tmp_path: Path) -> None:
     few, many = calm_events(workers=2, steps=60), calm_events(workers=2, steps=60)
-    for one in many:
-        if "bytes_sent" in one:
-            one["bytes_sent"] *= 100
+    for entry in many:
+        if "bytes_sent" in entry:
+            entry["bytes_sent"] *= 100
     write_run(tmp_path / "few", few)
     write_run(tmp_path / "many", many)
     page = browser.new_page(viewport={"width": 1300, "height": 900})
@@ -328,10 +333,10 @@ def test_a_link_with_a_token_opens_the_page_from_another_site(browser: Browser, 
 
 def test_the_age_of_the_last_event_grows_and_a_server_that_is_gone_is_told(browser: Browser, tmp_path: Path) -> None:
     events = calm_events(steps=40)
-    last = max(one["time"] for one in events)
+    last = max(entry["time"] for entry in events)
 
     def ended_before(seconds: float) -> list[dict[str, Any]]:
-        return [one | {"time": one["time"] - last + time.time() - seconds} for one in events]
+        return [entry | {"time": entry["time"] - last + time.time() - seconds} for entry in events]
 
     write_run(tmp_path / "old", ended_before(600.0))
     write_run(tmp_path / "new", ended_before(10.0))

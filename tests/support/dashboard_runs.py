@@ -81,10 +81,10 @@ def write_run(folder: Path, events: list[Event], steps: int = 400, engine: str =
     folder.mkdir(parents=True, exist_ok=True)
     text = f'steps = {steps}\nmode = "diloco"\nengine = "{engine}"\n\n[model]\nname = "tiny"\n'
     (folder / "config.toml").write_text(text)
-    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    (folder / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in events))
     return folder
 
 
 def append(folder: Path, *events: Event) -> None:
     with (folder / "events.jsonl").open("a") as file:
-        file.writelines(json.dumps(one) + "\n" for one in events)
+        file.writelines(json.dumps(entry) + "\n" for entry in events)

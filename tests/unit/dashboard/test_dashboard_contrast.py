@@ -14,14 +14,16 @@ _PAIRS = [(text, ground) for text in _TEXT for ground in ("paper", "panel")] + [
 
 def _colours(theme: str) -> dict[str, str]:
     light, dark = re.findall(r":root(?:\[[^]]*\])? \{(.*?)\n\}", _CSS, re.S)[:2]
-    found = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", light))
-    return found if theme == "light" else found | dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", dark))
+    colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", light))
+    return colours if theme == "light" else colours | dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", dark))
 
 
 def _luminance(colour: str) -> float:
     """WCAG 2.2, relative luminance."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts)
+    red, green, blue = (
+        channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in parts
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 

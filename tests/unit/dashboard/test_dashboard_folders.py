@@ -33,15 +33,15 @@ def test_a_run_that_is_deleted_stays_on_the_page_with_a_message_and_leaves_the_l
     assert runs.find() == {}
 
 
-@pytest.mark.parametrize("what", ["folder", "pipe", "endless"])
-def test_a_log_that_is_no_file_is_a_message(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("obstacle", ["folder", "pipe", "endless"])
+def test_a_log_that_is_no_file_is_a_message(tmp_path: Path, obstacle: str) -> None:
     run = Run(write_run(tmp_path, calm_events(steps=40)), "run")
     assert run.state()["step"] == 40
     log = tmp_path / "events.jsonl"
     log.unlink()
-    if what == "folder":
+    if obstacle == "folder":
         log.mkdir()
-    elif what == "pipe":
+    elif obstacle == "pipe":
         os.mkfifo(log)
     else:
         log.symlink_to("/dev/zero")
@@ -103,10 +103,10 @@ def test_events_with_any_fields_break_no_answer(tmp_path: Path, seed: int) -> No
         return copy.deepcopy(chance.choice(ODD))
 
     for _ in range(60):
-        one = chance.choice(events)
-        name = chance.choice(sorted(set(one) - {"v", "time", "worker", "type"}))
-        one[name] = odd()
-        for member in one["members"] if isinstance(one.get("members"), list) else ():
+        entry = chance.choice(events)
+        name = chance.choice(sorted(set(entry) - {"v", "time", "worker", "type"}))
+        entry[name] = odd()
+        for member in entry["members"] if isinstance(entry.get("members"), list) else ():
             if isinstance(member, dict):
                 member[chance.choice(["worker", "report", "norm", "anchor_digest"])] = odd()
             if isinstance(member, dict) and isinstance(member.get("report"), dict):

@@ -38,17 +38,17 @@ EVENTS = [*calm_events(steps=100), *failed_round(5, 2, 20, "worker 1 was late"),
 
 def test_the_samples_are_what_the_page_shows() -> None:
     shown = state(EVENTS)
-    found = parsed(exposition([shown]))
-    assert found["diloco_rounds_total", ("run",)] == shown["rounds"]["merged"] == 5
-    assert found["diloco_rounds_failed_total", ("run",)] == shown["rounds"]["failed"] == 1
-    assert found["diloco_tokens_total", ("run",)] == shown["tokens"] == 512 * (130 + 100)
+    values = parsed(exposition([shown]))
+    assert values["diloco_rounds_total", ("run",)] == shown["rounds"]["merged"] == 5
+    assert values["diloco_rounds_failed_total", ("run",)] == shown["rounds"]["failed"] == 1
+    assert values["diloco_tokens_total", ("run",)] == shown["tokens"] == 512 * (130 + 100)
     for name in ("step", "steps", "loss", "tokens_per_second"):
-        assert found[f"diloco_{name}", ("run",)] == pytest.approx(shown[name])
-    assert found["diloco_validation_perplexity", ("run",)] == pytest.approx(shown["validation"]["perplexity"])
-    assert found["diloco_utilization_ratio", ("run",)] == pytest.approx(0.9)
-    assert [found["diloco_worker_lag_steps", ("run", worker)] for worker in "01"] == [0, 10]
-    assert found["diloco_bytes_sent_total", ("run", "0")] == shown["workers"][0]["bytes_sent"] > 0
-    assert found["diloco_run_status", ("run", shown["status"])] == 1
+        assert values[f"diloco_{name}", ("run",)] == pytest.approx(shown[name])
+    assert values["diloco_validation_perplexity", ("run",)] == pytest.approx(shown["validation"]["perplexity"])
+    assert values["diloco_utilization_ratio", ("run",)] == pytest.approx(0.9)
+    assert [values["diloco_worker_lag_steps", ("run", worker)] for worker in "01"] == [0, 10]
+    assert values["diloco_bytes_sent_total", ("run", "0")] == shown["workers"][0]["bytes_sent"] > 0
+    assert values["diloco_run_status", ("run", shown["status"])] == 1
 
 
 def test_every_family_has_help_and_type_once_and_counters_end_in_total() -> None:
@@ -62,12 +62,12 @@ def test_every_family_has_help_and_type_once_and_counters_end_in_total() -> None
 
 
 def test_a_hostile_name_is_a_label_and_nothing_else() -> None:
-    (found,) = {
+    (values,) = {
         sample.labels["run"]
         for family in text_string_to_metric_families(exposition([state(EVENTS, HOSTILE)]))
         for sample in family.samples
     }
-    assert found == HOSTILE
+    assert values == HOSTILE
 
 
 def test_what_is_not_known_has_no_sample() -> None:
@@ -91,21 +91,21 @@ def test_members_of_a_swarm_are_counted_by_state_and_those_that_are_gone_do_not_
         {"member": 7, "where": "there", "step": 45, "loss": 2.0, "contributed": 3, "state": "training"},
     ]
     lost = event("member_lost", 60.0, member=3, peer="p", label="x", reason="silent")
-    found = parsed(exposition([state([step(0, 50), event("members", 55.0, present=present), lost], engine="swarm")]))
-    assert found["diloco_members", ("run", "training")] == 2 and found["diloco_members", ("run", "lost")] == 1
-    assert found["diloco_worker_lag_steps", ("run", "7")] == 5
-    assert ("diloco_worker_lag_steps", ("run", "3")) not in found
+    values = parsed(exposition([state([step(0, 50), event("members", 55.0, present=present), lost], engine="swarm")]))
+    assert values["diloco_members", ("run", "training")] == 2 and values["diloco_members", ("run", "lost")] == 1
+    assert values["diloco_worker_lag_steps", ("run", "7")] == 5
+    assert ("diloco_worker_lag_steps", ("run", "3")) not in values
     arriving = event("state_arriving", 1.0, received_bytes=3, all_bytes=4)
     assert parsed(exposition([state([arriving], engine="swarm")]))["diloco_members", ("run", "joining")] == 1
 
 
 def test_a_worker_elsewhere_that_is_lost_has_no_speed() -> None:
     events = [*calm_events(workers=2, steps=40), event("member_lost", 60.0, member=1, peer="p", reason="silent")]
-    events = [one for one in events if one["worker"] == 0]
-    found = parsed(exposition([state(events, engine="swarm") | {"status": "training"}]))
-    assert ("diloco_worker_tokens_per_second", ("run", "0")) in found
-    assert ("diloco_worker_tokens_per_second", ("run", "1")) not in found
-    assert found["diloco_tokens_per_second", ("run",)] == found["diloco_worker_tokens_per_second", ("run", "0")]
+    events = [entry for entry in events if entry["worker"] == 0]
+    values = parsed(exposition([state(events, engine="swarm") | {"status": "training"}]))
+    assert ("diloco_worker_tokens_per_second", ("run", "0")) in values
+    assert ("diloco_worker_tokens_per_second", ("run", "1")) not in values
+    assert values["diloco_tokens_per_second", ("run",)] == values["diloco_worker_tokens_per_second", ("run", "0")]
 
 
 def test_the_server_answers_prometheus(tmp_path: Path) -> None:
@@ -122,18 +122,18 @@ def test_the_server_answers_prometheus(tmp_path: Path) -> None:
 
 def test_the_grafana_dashboard_asks_for_metrics_that_exist() -> None:
     board = json.loads((Path(__file__).parents[3] / "examples/grafana/dashboard.json").read_text())
-    asked = {
+    queried = {
         name
         for panel in board["panels"]
         for target in panel["targets"]
         for name in re.findall(r"diloco_\w+", target["expr"])
     }
-    assert asked <= METRICS.keys() and len(asked) > 12
+    assert queried <= METRICS.keys() and len(queried) > 12
     running = state([*EVENTS, event("member_joined", 131.0, member=5, peer="p")], engine="swarm") | {
         "status": "training"
     }
     answered = {name for name, _ in parsed(exposition([running]))}
-    assert asked <= answered, "a query that no run can answer"
+    assert queried <= answered, "a query that no run can answer"
     documented = (Path(__file__).parents[3] / "docs/dashboard.md").read_text()
     of_a_round = {f"diloco_round_{name}" for name in ROUND_STATISTICS}  # by their names in docs/events.md
     assert "`diloco_round_`" in documented

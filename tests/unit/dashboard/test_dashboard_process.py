@@ -27,27 +27,27 @@ def _status(port: int) -> int:
 
 
 def test_it_answers_during_the_run_and_ends_with_it(tmp_path: Path) -> None:
-    run, told = write_run(tmp_path / "run", calm_events()), []
+    run, reports = write_run(tmp_path / "run", calm_events()), []
     listener = listen(0)
     port = listener.getsockname()[1]
-    with DashboardProcess(listener, run, told.append) as beside:
+    with DashboardProcess(listener, run, reports.append) as beside:
         assert _status(port) == 200  # the socket listens before the process runs: the request waits for it
         beside.poll()
     with pytest.raises(ConnectionRefusedError):
         _status(port)
-    assert told == []
+    assert reports == []
 
 
 def test_a_server_that_dies_is_reported_once_and_the_training_goes_on(tmp_path: Path) -> None:
-    told: list[str] = []
+    reports: list[str] = []
     (tmp_path / "no_run").mkdir()  # the server refuses a folder that is none of a run
-    with DashboardProcess(listen(0), tmp_path / "no_run", told.append) as beside:
+    with DashboardProcess(listen(0), tmp_path / "no_run", reports.append) as beside:
         deadline = time.monotonic() + 60
-        while not told and time.monotonic() < deadline:
+        while not reports and time.monotonic() < deadline:
             beside.poll()
             time.sleep(0.05)
         beside.poll()
-    assert len(told) == 1 and "the training goes on" in told[0]
+    assert len(reports) == 1 and "the training goes on" in reports[0]
 
 
 def test_a_port_in_use_is_refused_before_anything_is_prepared() -> None:

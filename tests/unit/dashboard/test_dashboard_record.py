@@ -40,9 +40,9 @@ def test_figures_are_those_of_the_summary(tmp_path: Path) -> None:
     assert state["tokens"] == summary["tokens"]
     assert state["validation"]["perplexity"] == summary["validation_perplexity"]
     assert state["utilization"] == pytest.approx(summary["compute_utilization"])
-    sent = state["communication"]
-    assert sent["data_parallel_bytes_per_worker"] == summary["data_parallel_bytes_per_worker"]
-    assert sent["bytes_sent_per_worker"] == summary["bytes_sent_per_worker"]
+    communication = state["communication"]
+    assert communication["data_parallel_bytes_per_worker"] == summary["data_parallel_bytes_per_worker"]
+    assert communication["bytes_sent_per_worker"] == summary["bytes_sent_per_worker"]
     (tmp_path / "summary.json").write_text(json.dumps({"status": "complete", "compute_utilization": 0.625}))
     assert Run(tmp_path, "run").state()["utilization"] == 0.625, "the report's own, once there is one"
 
@@ -76,7 +76,7 @@ def test_clipped_contributions_are_listed_with_the_reason(tmp_path: Path) -> Non
     events = [started(0, 1), *round_events(0, 1, 20), *round_events(1, 1, 20, clipped={"0": "its norm is 9"})]
     rounds = Run(write_run(tmp_path, events), "run").state()["rounds"]
     assert (rounds["clipped"], rounds["refused"]) == (1, 0)
-    assert [(one["sequence"], one["clipped"]) for one in rounds["refusals"]] == [(1, {"0": "its norm is 9"})]
+    assert [(entry["sequence"], entry["clipped"]) for entry in rounds["refusals"]] == [(1, {"0": "its norm is 9"})]
 
 
 def test_unequal_anchors_are_found(tmp_path: Path) -> None:
@@ -108,10 +108,10 @@ def test_members_come_go_and_are_banned_with_the_reason(tmp_path: Path) -> None:
         event("member_banned", 30.0, member=1, peer="p1", label="ada", reason="5 refusals"),
         event("members", 40.0, present=[listed | {"state": "lost"}]),
     )
-    shown = {one["member"]: one for one in Run(run, "run").state()["members"]}
+    shown = {entry["member"]: entry for entry in Run(run, "run").state()["members"]}
     assert (shown[1]["state"], shown[1]["reason"], shown[1]["step"]) == ("banned", "5 refusals", 7)
     assert (shown[2]["state"], shown[2]["reason"]) == ("lost", "silent for 5 s")
-    early = {one["member"]: one["state"] for one in Run(run, "run").state(until=START + 15)["members"]}
+    early = {entry["member"]: entry["state"] for entry in Run(run, "run").state(until=START + 15)["members"]}
     assert early == {1: "training", 2: "joined"}
 
 
@@ -124,9 +124,9 @@ def test_what_a_resume_took_back_is_left_out(tmp_path: Path) -> None:
 
 def test_a_pause_is_no_time_on_the_axis_of_seconds(tmp_path: Path) -> None:
     events = calm_events(workers=2, steps=40)
-    again = [one | {"time": one["time"] + 5000} for one in [*(started(w, 2, 40.0) for w in (0, 1)), step(0, 50)]]
+    again = [entry | {"time": entry["time"] + 5000} for entry in [*(started(w, 2, 40.0) for w in (0, 1)), step(0, 50)]]
     run = Run(write_run(tmp_path, [*events, *again]), "run")
-    last = max(one["time"] for one in events) - START
+    last = max(entry["time"] for entry in events) - START
     curves = run.series(None, 100, None)
     assert curves["loss"]["seconds"] == pytest.approx([10.01, 20.01, 30.01, 40.01, last + 10])
     assert curves["workers"]["0"]["seconds"][-1] == pytest.approx(last + 10)
@@ -144,9 +144,9 @@ def test_a_loss_that_is_no_number_is_a_gap(tmp_path: Path) -> None:
 def test_few_points_keep_every_extreme_and_every_gap() -> None:
     values = np.sin(np.arange(50_000) / 500)
     values[12_345], values[31_000], values[40_000] = 99.0, -99.0, np.nan
-    kept = thin_out(values, 300)
-    assert len(kept) <= 300
-    assert {0, 12_345, 31_000, 40_000, 49_999} <= set(kept.tolist())
+    kept_rows = thin_out(values, 300)
+    assert len(kept_rows) <= 300
+    assert {0, 12_345, 31_000, 40_000, 49_999} <= set(kept_rows.tolist())
 
 
 def test_the_mean_over_workers_keeps_the_extremes_of_each_range() -> None:
@@ -198,10 +198,10 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_remote_workers_of_a_swarm_are_known_by_their_reports(tmp_path: Path) -> None:
     events = [started(0, 1), step(0, 20), *round_events(0, 3, 20)]
-    events = [one for one in events if one["worker"] == 0]  # the others write their own logs
+    events = [entry for entry in events if entry["worker"] == 0]  # the others write their own logs
     state = Run(write_run(tmp_path, events, engine="swarm"), "run").state()
-    assert [one["worker"] for one in state["workers"]] == [0, 1, 2]
-    assert [one["local"] for one in state["workers"]] == [True, False, False]
+    assert [entry["worker"] for entry in state["workers"]] == [0, 1, 2]
+    assert [entry["local"] for entry in state["workers"]] == [True, False, False]
     assert state["workers"][2]["tokens"] == 20 * TOKENS_PER_STEP
     assert state["parameters"] == PARAMETERS
     assert math.isclose(state["workers"][1]["loss"], 5.0)
@@ -238,10 +238,10 @@ def test_large_rounds_that_every_worker_reports_are_read_once_and_again_after_a_
 def test_a_joiner_is_shown_with_its_progress(tmp_path: Path) -> None:
     run = write_run(tmp_path, [event("swarm", 0.0, founded=False)], engine="swarm")
     append(run, event("state_arriving", 1.0, received_bytes=3 << 20, all_bytes=12 << 20))
-    one = Run(run, "run")
-    assert one.state()["workers"][0]["state"] == "joining: 25%"
+    entry = Run(run, "run")
+    assert entry.state()["workers"][0]["state"] == "joining: 25%"
     append(run, event("joined", 3.0, step=120, rounds=12))
-    assert one.state()["workers"][0]["state"] == "joined"
+    assert entry.state()["workers"][0]["state"] == "joined"
 
 
 def test_the_last_event_of_a_worker_completes_its_counts_and_repeats_no_point(tmp_path: Path) -> None:
@@ -257,10 +257,10 @@ def test_the_last_event_of_a_worker_completes_its_counts_and_repeats_no_point(tm
     }
     run = write_run(tmp_path, calm_events(workers=1, steps=100))
     append(run, event("worker_finished", 120.0, inner_steps=100, **ended))
-    one = Run(run, "run")
-    assert one.state()["communication"]["bytes_sent_per_worker"] == 7777
-    assert one.state()["status"] == "complete"
-    assert one.series(None, 100, None)["workers"]["0"]["step"] == list(range(10, 101, 10))
+    entry = Run(run, "run")
+    assert entry.state()["communication"]["bytes_sent_per_worker"] == 7777
+    assert entry.state()["status"] == "complete"
+    assert entry.series(None, 100, None)["workers"]["0"]["step"] == list(range(10, 101, 10))
     other = write_run(tmp_path / "other", calm_events(workers=1, steps=100))
     append(other, event("worker_finished", 120.0, inner_steps=104, **ended))
     assert Run(other, "run").state()["step"] == 104
@@ -268,7 +268,7 @@ def test_the_last_event_of_a_worker_completes_its_counts_and_repeats_no_point(tm
 
 def test_cosines_are_kept_of_the_latest_rounds_and_their_range_of_all(tmp_path: Path) -> None:
     far = [[0, 1, -0.2], [0, 2, 0.9], [1, 2, 0.4]]
-    rounds = [one for n in range(40) for one in round_events(n, 3, 20, cosines=far)]
+    rounds = [entry for n in range(40) for entry in round_events(n, 3, 20, cosines=far)]
     run = Run(write_run(tmp_path, [started(0, 3), *rounds]), "run")
     assert run.state()["rounds"]["cosines"] == far
     assert run.state(until=START + 200)["rounds"]["cosines"] == []
@@ -294,13 +294,13 @@ def test_workers_that_a_resume_has_left_out_no_longer_hold_the_step_back(tmp_pat
 
 
 def test_the_phases_of_a_worker_elsewhere_come_with_its_next_round(tmp_path: Path) -> None:
-    events = [one for number in (0, 1, 2) for one in round_events(number, 2, 20) if one["worker"] == 0]
-    for one in events:
-        for member in one.get("members", ())[1:]:  # it computes for 30 s where this machine needs 18
-            member["report"] |= {"elapsed_seconds": 40.0 * (one["sequence"] + 1), "sync_seconds": 0.0}
-            member["report"]["last_round_seconds"] = [one["sequence"] - 1, 0.1, None, 2.5, 0.25, 2.0, 0.4, 0.1]
+    events = [entry for number in (0, 1, 2) for entry in round_events(number, 2, 20) if entry["worker"] == 0]
+    for entry in events:
+        for member in entry.get("members", ())[1:]:  # it computes for 30 s where this machine needs 18
+            member["report"] |= {"elapsed_seconds": 40.0 * (entry["sequence"] + 1), "sync_seconds": 0.0}
+            member["report"]["last_round_seconds"] = [entry["sequence"] - 1, 0.1, None, 2.5, 0.25, 2.0, 0.4, 0.1]
     run = Run(write_run(tmp_path, [started(0, 1), *events], engine="swarm"), "run")
-    first, second, third = [one["workers"][1] for one in run.rounds(None, 3)["rounds"]]
+    first, second, third = [entry["workers"][1] for entry in run.rounds(None, 3)["rounds"]]
     ended = START + 2 * 20 + 3.0
     assert second["elsewhere"] and second["ended"] == ended and second["posted"] == ended - 2.75
     assert second["started"] == pytest.approx(ended - 2.75 - 0.1 - 40.0)
@@ -309,19 +309,19 @@ def test_the_phases_of_a_worker_elsewhere_come_with_its_next_round(tmp_path: Pat
     assert run.rounds(None, 1)["rounds"][0]["straggler"] == 1
 
 
-@pytest.mark.parametrize("told", [[1e308] * 8, [0, "x"], [0, *[-5.0] * 7], ["a"], [None] * 8, [0, *[math.inf] * 7]])
-def test_phases_that_cannot_be_are_left_out(tmp_path: Path, told: list[object]) -> None:
-    events = [one for number in (0, 1) for one in round_events(number, 2, 20) if one["worker"] == 0]
-    for one in events:
-        for member in one.get("members", ())[1:]:
-            member["report"]["last_round_seconds"] = told
+@pytest.mark.parametrize("numbers", [[1e308] * 8, [0, "x"], [0, *[-5.0] * 7], ["a"], [None] * 8, [0, *[math.inf] * 7]])
+def test_phases_that_cannot_be_are_left_out(tmp_path: Path, numbers: list[object]) -> None:
+    events = [entry for number in (0, 1) for entry in round_events(number, 2, 20) if entry["worker"] == 0]
+    for entry in events:
+        for member in entry.get("members", ())[1:]:
+            member["report"]["last_round_seconds"] = numbers
     run = Run(write_run(tmp_path, [started(0, 1), *events], engine="swarm"), "run")
-    assert [one["workers"][1]["phases"] for one in run.rounds(None, 2)["rounds"]] == [{}, {}]
+    assert [entry["workers"][1]["phases"] for entry in run.rounds(None, 2)["rounds"]] == [{}, {}]
     assert run.state()["rounds"]["merged"] == 2
 
 
 def test_a_worker_elsewhere_that_is_lost_has_no_speed_and_one_here_that_has_ended_is_done(tmp_path: Path) -> None:
-    events = [one for one in [started(0, 1), step(0, 20), *round_events(0, 2, 20)] if one["worker"] == 0]
+    events = [entry for entry in [started(0, 1), step(0, 20), *round_events(0, 2, 20)] if entry["worker"] == 0]
     here = {"member": 0, "where": "here", "step": 20, "loss": 3.0, "contributed": 0, "state": "training"}
     events += [
         event("members", 30.0, present=[here, here | {"member": 1}]),
@@ -329,14 +329,14 @@ def test_a_worker_elsewhere_that_is_lost_has_no_speed_and_one_here_that_has_ende
     ]
     run = write_run(tmp_path, events, engine="swarm")
     state = Run(run, "run").state()
-    assert [one["active"] for one in state["workers"]] == [True, False]
+    assert [entry["active"] for entry in state["workers"]] == [True, False]
     assert state["tokens_per_second"] == state["workers"][0]["tokens_per_second"]
     append(run, event("worker_finished", 40.0, inner_steps=20, tokens=20 * TOKENS_PER_STEP))
-    assert [one["state"] for one in Run(run, "run").state()["members"]] == ["done", "lost"]
+    assert [entry["state"] for entry in Run(run, "run").state()["members"]] == ["done", "lost"]
 
 
 def _again(events: list[Event], seconds: float) -> list[Event]:
-    return [one | {"time": one["time"] + seconds} for one in events]
+    return [entry | {"time": entry["time"] + seconds} for entry in events]
 
 
 def test_tokens_per_second_of_a_resumed_run_have_neither_walls_nor_holes(tmp_path: Path) -> None:
@@ -345,8 +345,8 @@ def test_tokens_per_second_of_a_resumed_run_have_neither_walls_nor_holes(tmp_pat
     late = [started(0, 1, 50.0), resumed, *(step(0, number) for number in range(50, 101, 10))]
     events = [*calm_events(workers=1, steps=40), *_again(late, 3600)]
     rates = Run(write_run(tmp_path, events), "run").series(None, 100, None)["rates"]
-    seconds, known = rates["seconds"], [value for value in rates["tokens_per_second"] if value is not None]
-    assert known == pytest.approx([TOKENS_PER_STEP] * len(known)) and len(known) > 5
+    seconds, measured = rates["seconds"], [value for value in rates["tokens_per_second"] if value is not None]
+    assert measured == pytest.approx([TOKENS_PER_STEP] * len(measured)) and len(measured) > 5
     assert min(b - a for a, b in pairwise(seconds)) > 0.5 and seconds[-1] < 120
 
 
@@ -354,11 +354,11 @@ def test_the_speed_of_all_workers_is_never_that_of_a_part_of_them_after_a_resume
     """Worker 1 takes its first steps after the pause half a minute later than worker 0."""
     resumed = [event("resumed", 50.5, n, step=40, rounds=2, workers=2, new=False, notes=[]) for n in range(2)]
     late = [step(n, number) | {"time": START + number + 30.0 * n} for number in range(42, 121, 2) for n in range(2)]
-    again = [started(0, 2, 50.0), started(1, 2, 50.0), *resumed, *sorted(late, key=lambda one: one["time"])]
+    again = [started(0, 2, 50.0), started(1, 2, 50.0), *resumed, *sorted(late, key=lambda entry: entry["time"])]
     run = Run(write_run(tmp_path, [*calm_events(workers=2, steps=40), *_again(again, 3600)]), "run")
     totals = run.series(None, 100, None)["rates"]["tokens_per_second"]
-    known = [value for value in totals if value is not None]
-    assert known == pytest.approx([2 * TOKENS_PER_STEP] * len(known)) and 5 < len(known) < len(totals)
+    measured = [value for value in totals if value is not None]
+    assert measured == pytest.approx([2 * TOKENS_PER_STEP] * len(measured)) and 5 < len(measured) < len(totals)
 
 
 def test_bytes_are_compared_with_the_steps_that_they_average(tmp_path: Path) -> None:
@@ -375,11 +375,11 @@ def test_bytes_are_compared_with_the_steps_that_they_average(tmp_path: Path) -> 
 
 def test_a_worker_has_no_rate_before_it_joined_and_after_it_was_lost(tmp_path: Path) -> None:
     """Worker 1, of another machine, is in the rounds 2 to 4 of ten; the curve of all sums those that are there."""
-    own = [one for number in range(10) for one in [*round_events(number, 2, 20), step(0, 20 * number + 20)]]
-    events = sorted((one for one in own if one["worker"] == 0), key=lambda one: one["time"])
-    for one in events:
-        if one["type"] == "round" and not 2 <= one["sequence"] <= 4:
-            one["members"] = one["members"][:1]
+    own = [entry for number in range(10) for entry in [*round_events(number, 2, 20), step(0, 20 * number + 20)]]
+    events = sorted((entry for entry in own if entry["worker"] == 0), key=lambda entry: entry["time"])
+    for entry in events:
+        if entry["type"] == "round" and not 2 <= entry["sequence"] <= 4:
+            entry["members"] = entry["members"][:1]
     lost = event("member_lost", 110.0, member=1, peer="p1", label="", reason="silent for 5 s")
     run = Run(write_run(tmp_path, [started(0, 1), *events, lost], engine="swarm"), "run")
     rates = run.series(None, 100, None)["rates"]
@@ -393,18 +393,18 @@ def test_a_worker_has_no_rate_before_it_joined_and_after_it_was_lost(tmp_path: P
 
 def test_a_member_that_was_lost_and_came_back_has_gaps_in_between_and_is_in_no_sum_then(tmp_path: Path) -> None:
     """Worker 1, of another machine, is in the rounds 0 to 2 of ten and from 6 on, with counters that begin anew."""
-    own = [one for number in range(10) for one in [*round_events(number, 2, 20), step(0, 20 * number + 20)]]
-    events = sorted((one for one in own if one["worker"] == 0), key=lambda one: one["time"])
-    for one in events:
-        if one["type"] == "round" and 3 <= one["sequence"] <= 5:
-            one["members"] = one["members"][:1]
-        elif one["type"] == "round" and one["sequence"] > 5:
-            report, taken = one["members"][1]["report"], 20 * (one["sequence"] - 5)
+    own = [entry for number in range(10) for entry in [*round_events(number, 2, 20), step(0, 20 * number + 20)]]
+    events = sorted((entry for entry in own if entry["worker"] == 0), key=lambda entry: entry["time"])
+    for entry in events:
+        if entry["type"] == "round" and 3 <= entry["sequence"] <= 5:
+            entry["members"] = entry["members"][:1]
+        elif entry["type"] == "round" and entry["sequence"] > 5:
+            report, taken = entry["members"][1]["report"], 20 * (entry["sequence"] - 5)
             report |= {"tokens": taken * TOKENS_PER_STEP, "elapsed_seconds": 1.0 * taken, "sync_seconds": 0.0}
-    told = {"member": 1, "peer": "p1", "label": ""}
-    events.append(event("member_lost", 70.0, **told, reason="silent for 5 s"))
-    events.append(event("member_joined", 125.0, **told))
-    events.sort(key=lambda one: one["time"])
+    numbers = {"member": 1, "peer": "p1", "label": ""}
+    events.append(event("member_lost", 70.0, **numbers, reason="silent for 5 s"))
+    events.append(event("member_joined", 125.0, **numbers))
+    events.sort(key=lambda entry: entry["time"])
     curves = Run(write_run(tmp_path, [started(0, 1), *events], engine="swarm"), "run").series(None, 100, None)
     rates = curves["rates"]
     rows = list(zip(rates["seconds"], rates["tokens_per_second"], rates["workers"]["1"]["tokens_per_second"],
@@ -420,11 +420,11 @@ def test_a_member_that_was_lost_and_came_back_has_gaps_in_between_and_is_in_no_s
 
 
 def test_a_validation_is_drawn_where_it_was_measured_though_it_is_told_with_the_next_round(tmp_path: Path) -> None:
-    told = event("validation", 43.5, step=20, loss=3.0, perplexity=20.0, tokens=1000)
+    numbers = event("validation", 43.5, step=20, loss=3.0, perplexity=20.0, tokens=1000)
     events = [
         *(started(0, 1), step(0, 20, interval=20), *round_events(0, 1, 20)),
         *(event("evaluation", 24.0, step=20, loss=3.0, tokens=1000), step(0, 40, interval=20)),
-        *(*round_events(1, 1, 20), told),
+        *(*round_events(1, 1, 20), numbers),
     ]
     run = Run(write_run(tmp_path, events), "run")
     validation = run.series(None, 100, None)["validation"]
@@ -477,10 +477,10 @@ def test_a_round_that_is_taken_again_after_a_resume_is_drawn_where_it_was_taken(
     """A stop ends with a round without work, whose number the first round after the resume has again."""
     nothing = {"mean_norm": None, "similarity": None, "cosines": []}
     stopped = [*calm_events(workers=1, steps=40), *round_events(2, 1, 20, **nothing)]
-    for one in stopped[-2:]:
-        one["time"], one["step"] = START + 45, 40
+    for entry in stopped[-2:]:
+        entry["time"], entry["step"] = START + 45, 40
     resumed = event("resumed", 500.5, step=40, rounds=2, workers=1, new=False, notes=[])
-    again = [one | {"time": one["time"] + 460} for one in round_events(2, 1, 20)]
+    again = [entry | {"time": entry["time"] + 460} for entry in round_events(2, 1, 20)]
     run = Run(write_run(tmp_path, [*stopped, started(0, 1, 500.0), resumed, *again]), "run")
     last = run.rounds(None, 1)["rounds"][0]
     assert (last["sequence"], last["step"], last["time"]) == (2, 60, again[-1]["time"])
@@ -508,12 +508,12 @@ def test_the_rate_over_bytes_goes_on_after_a_member_was_lost_and_an_ended_swarm_
     tmp_path: Path,
 ) -> None:
     rounds = [
-        one for number in range(10) for one in [*round_events(number, 2, 20), step(0, 20 * number + 20, None, 20)]
+        entry for number in range(10) for entry in [*round_events(number, 2, 20), step(0, 20 * number + 20, None, 20)]
     ]
-    events = sorted((one for one in rounds if one["worker"] == 0), key=lambda one: one["time"])
-    for one in events:
-        if one["type"] == "round" and one["sequence"] > 4:
-            one["members"] = one["members"][:1]
+    events = sorted((entry for entry in rounds if entry["worker"] == 0), key=lambda entry: entry["time"])
+    for entry in events:
+        if entry["type"] == "round" and entry["sequence"] > 4:
+            entry["members"] = entry["members"][:1]
     lost = event("member_lost", 110.0, member=1, peer="p1", label="", reason="silent for 5 s")
     end = event("worker_finished", 204.0, inner_steps=200, tokens=200 * TOKENS_PER_STEP, bytes_sent=10_000)
     run = Run(write_run(tmp_path, [started(0, 1), *events, lost, end], engine="swarm"), "run")

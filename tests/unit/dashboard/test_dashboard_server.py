@@ -26,21 +26,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("runs")
     write_run(root / "calm", calm_events(steps=100))
     write_run(root / HOSTILE, calm_events(steps=40))
-    with serving(root) as one:
-        yield one
+    with serving(root) as server:
+        yield server
 
 
 def test_everything_is_json_and_runs_are_listed(served: Served) -> None:
     listed = served.json("/api/runs")["runs"]
-    assert {one["run"] for one in listed} == {"calm", HOSTILE}
-    assert {one["run"]: one["step"] for one in listed} == {"calm": 100, HOSTILE: 40}, "though no run was opened"
+    assert {entry["run"] for entry in listed} == {"calm", HOSTILE}
+    assert {entry["run"]: entry["step"] for entry in listed} == {"calm": 100, HOSTILE: 40}, "though no run was opened"
     for name in ("calm", HOSTILE):
         path = f"/api/run/{quote(name)}"
         assert served.json(f"{path}/state")["run"] == name
         assert served.json(f"{path}/series?points=50")["loss"]["step"]
         assert served.json(f"{path}/config")["options"]["steps"] == 400
     assert served.json("/api/run/calm/state?until=1700000045.5")["step"] == 40
-    assert [one["sequence"] for one in served.json("/api/run/calm/rounds?count=2&before=3")["rounds"]] == [1, 2]
+    assert [entry["sequence"] for entry in served.json("/api/run/calm/rounds?count=2&before=3")["rounds"]] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_list_has_the_summary_of_an_ended_run_and_the_present_step_of_a_live
 
         def listed() -> dict[str, tuple[object, ...]]:
             names = ("status", "step", "perplexity", "bytes")
-            return {one["run"]: tuple(one[name] for name in names) for one in served.json("/api/runs")["runs"]}
+            return {entry["run"]: tuple(entry[name] for name in names) for entry in served.json("/api/runs")["runs"]}
 
         assert served.json("/api/run/ended/state")["step"] == listed()["live"][1] == 40
         append(ended, *(step(worker, 50) for worker in range(2)))

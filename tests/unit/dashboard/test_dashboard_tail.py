@@ -13,7 +13,7 @@ from support.dashboard_runs import append, calm_events, event, started, write_ru
 
 def test_each_event_is_read_once_and_half_a_line_when_it_is_whole(tmp_path: Path) -> None:
     tail = EventReader(write_run(tmp_path, [started(0, 1)]), QuickLines)
-    assert [one.type for one in tail.read()[0]] == ["worker_started"]
+    assert [entry.type for entry in tail.read()[0]] == ["worker_started"]
     line = json.dumps(event("step", 1.0, step=10, loss=3.0)) + "\n"
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write(line[:20])
@@ -33,7 +33,7 @@ def test_lines_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> No
         file.write(b"\n".join(bad) + b"\n")
     append(tmp_path, event("step", 1.0, step=10, loss=3.0))
     tail = EventReader(tmp_path, QuickLines)
-    assert [one.type for one in tail.read()[0]] == ["worker_started", "step"]
+    assert [entry.type for entry in tail.read()[0]] == ["worker_started", "step"]
     assert tail.damaged_lines == len(bad)
 
 

@@ -43,7 +43,7 @@ def diloco(*arguments: str, cache: Path) -> int:
 
 
 def names(cache: Path) -> dict[str, str]:
-    return {one.name.partition("-")[0]: one.name for one in corpus_cache.list_corpora(cache)}
+    return {corpus.name.partition("-")[0]: corpus.name for corpus in corpus_cache.list_corpora(cache)}
 
 
 def test_list_shows_sizes_age_and_state(
@@ -63,16 +63,16 @@ def test_list_shows_sizes_age_and_state(
 
 
 def test_clear_deletes_by_name_or_all_and_nothing_else(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = names(cache)
-    assert diloco("clear", found["law"], "--yes", cache=cache) == 0
-    assert not (cache / found["law"]).exists() and (cache / found["sea"]).exists()
-    assert f"deleted: {found['law']}" in capsys.readouterr().out
+    corpora = names(cache)
+    assert diloco("clear", corpora["law"], "--yes", cache=cache) == 0
+    assert not (cache / corpora["law"]).exists() and (cache / corpora["sea"]).exists()
+    assert f"deleted: {corpora['law']}" in capsys.readouterr().out
     assert diloco("clear", "--all", "--yes", cache=cache) == 0
     assert names(cache) == {} and (cache / "my-photos" / "a.png").exists()
 
 
 def test_what_a_process_uses_is_kept_and_said(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = names(cache)
+    corpora = names(cache)
     code = (
         "import sys\nfrom diloco.data.config import DataConfig\n"
         "from diloco.data.preparation.corpus_cache import prepare\n"
@@ -85,17 +85,17 @@ def test_what_a_process_uses_is_kept_and_said(cache: Path, tmp_path: Path, capsy
         assert process.stdout.readline() == b"ready\n"
         assert diloco("list", cache=cache) == 0
         assert "in use" in capsys.readouterr().out
-        assert diloco("clear", found["law"], "--yes", cache=cache) == 2
+        assert diloco("clear", corpora["law"], "--yes", cache=cache) == 2
         assert diloco("clear", "--all", "--yes", cache=cache) == 0
-        assert f"kept: {found['law']} (in use)" in capsys.readouterr().out
-        assert names(cache) == {"law": found["law"]}
+        assert f"kept: {corpora['law']} (in use)" in capsys.readouterr().out
+        assert names(cache) == {"law": corpora["law"]}
         process.stdin.close()
     assert diloco("clear", "--all", "--yes", cache=cache) == 0
     assert names(cache) == {}
 
 
 def test_a_corpus_that_a_run_takes_while_it_is_cleared_is_kept(cache: Path) -> None:
-    (law,) = [one for one in corpus_cache.list_corpora(cache) if one.name.startswith("law")]
+    (law,) = [corpus for corpus in corpus_cache.list_corpora(cache) if corpus.name.startswith("law")]
     assert law.is_free and corpus_cache.hold(law.folder)
     with pytest.raises(Exception, match="is in use"):
         corpus_cache.delete_corpus(law)
@@ -112,7 +112,7 @@ def test_an_interrupted_preparation_is_listed_and_one_at_work_is_kept(
         assert free
         assert diloco("clear", "--all", "--yes", cache=cache) == 0
         assert "kept: air-0123456789abcdef (being prepared)" in capsys.readouterr().out and working.exists()
-    assert [one.state for one in corpus_cache.list_corpora(cache)] == ["interrupted"]
+    assert [corpus.state for corpus in corpus_cache.list_corpora(cache)] == ["interrupted"]
     assert diloco("clear", "air-0123456789abcdef", "--yes", cache=cache) == 0
     assert not working.exists()
 

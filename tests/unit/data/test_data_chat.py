@@ -106,7 +106,7 @@ def test_tokens_are_those_of_transformers_and_exactly_the_answers_are_learnt(tmp
         mask = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)[
             "assistant_masks"
         ]
-        assert [int(one) for one in learnt[: len(mask)]] == mask
+        assert [int(flag) for flag in learnt[: len(mask)]] == mask
     assert corpus.meta.learnt_tokens == sum(learnt) < corpus.train_tokens
     assert 0 < (corpus.meta.validation_learnt_tokens or 0) < corpus.meta.validation_tokens
 
@@ -129,8 +129,8 @@ def test_a_completion_is_learnt_with_its_end_and_the_prompt_is_not(tmp_path: Pat
     tokenizer = Tokenizer.load(tmp_path)
     first = tokenizer.encode("question 0 <|im_end|> = answer 0")
     assert tokens[: len(first) + 1] == [*first, tokenizer.end_of_text], "plain text: no template, no special tokens"
-    kept = [token for token, is_learnt in zip(tokens[: len(first) + 1], learnt, strict=False) if is_learnt]
-    assert tokenizer.decode(kept[:-1]).strip() == "answer 0" and kept[-1] == tokenizer.end_of_text
+    learnt_tokens = [token for token, is_learnt in zip(tokens[: len(first) + 1], learnt, strict=False) if is_learnt]
+    assert tokenizer.decode(learnt_tokens[:-1]).strip() == "answer 0" and learnt_tokens[-1] == tokenizer.end_of_text
     everything = prepare(config(tmp_path, rows, format="completion", loss_on="all"))
     assert not everything.meta.masked and everything.train_tokens == corpus.train_tokens
     assert stored(everything)[0] == tokens
@@ -144,8 +144,8 @@ def test_prompts_of_messages_use_the_template_and_only_the_completion_is_learnt(
     ]
     corpus = prepare(config(tmp_path, rows, format="completion"))
     tokens, learnt = stored(corpus)
-    kept = [token for token, is_learnt in zip(tokens, learnt, strict=True) if is_learnt]
-    assert Tokenizer.load(tmp_path).decode(kept).startswith("then 👍<|im_end|>")
+    learnt_tokens = [token for token, is_learnt in zip(tokens, learnt, strict=True) if is_learnt]
+    assert Tokenizer.load(tmp_path).decode(learnt_tokens).startswith("then 👍<|im_end|>")
 
 
 def test_windows_carry_the_mask_through_batches_and_validation(tmp_path: Path) -> None:

@@ -93,8 +93,8 @@ def test_a_tokenizer_is_not_written_beside_the_description_of_another(
     with monkeypatch.context() as patched:
         patched.setattr("diloco.cli.data.train_tokenizer", lambda *_: pytest.fail("it was trained for nothing"))
         assert run([*command, "theirs/tok.json"]) == 2
-    said = capsys.readouterr().err
-    assert "theirs/tok.json" in said and "theirs/tokenizer_config.json exists and differs" in said
+    messages = capsys.readouterr().err
+    assert "theirs/tok.json" in messages and "theirs/tokenizer_config.json exists and differs" in messages
     assert [path.name for path in (folder / "theirs").iterdir()] == ["tokenizer_config.json"]
     assert (folder / "theirs" / "tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
     assert run([*command, "one.json"]) == run([*command, "two.json"]) == 0

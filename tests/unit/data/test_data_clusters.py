@@ -173,15 +173,15 @@ def test_another_model_is_another_corpus(config: DataConfig, model: Path, tmp_pa
 
 
 def test_features_are_the_mean_of_the_last_layer_over_the_tokens_that_are_there(model: Path) -> None:
-    found = feature_model(model)
-    assert found.length == 48
-    long, short = found.compute(["court statute appeal " * 30, "sail"])
-    alone = found.compute(["sail"])[0]
+    features = feature_model(model)
+    assert features.length == 48
+    long, short = features.compute(["court statute appeal " * 30, "sail"])
+    alone = features.compute(["sail"])[0]
     np.testing.assert_allclose(short, alone, atol=1e-5)  # neither padding nor company changes it
     from diloco.models.native.model import load_model
 
     transformer: Transformer = load_model(model)
-    tokens = torch.tensor([found.tokenizer.encode("sail")])
+    tokens = torch.tensor([features.tokenizer.encode("sail")])
     with torch.no_grad():
         np.testing.assert_allclose(alone, transformer.model(tokens)[0].mean(0).numpy(), atol=1e-5)
     assert not np.allclose(long, short)

@@ -228,7 +228,7 @@ def test_broken_csv_is_named_by_file_row_and_line(tmp_path: Path, content: str, 
     path.write_text(content)
     with pytest.raises(DataError, match=reason):
         texts(path)
-    assert [one.problem is None for one in documents(path, on_bad_row="skip")].count(False) == 1
+    assert [document.problem is None for document in documents(path, on_bad_row="skip")].count(False) == 1
 
 
 # Broken rows

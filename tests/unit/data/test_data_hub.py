@@ -85,8 +85,8 @@ def test_conversations_and_bad_rows_are_read_as_from_files(tmp_path: Path) -> No
 def test_what_save_to_disk_wrote_is_read(tmp_path: Path, splits: str) -> None:
     datasets.disable_progress_bars()
     dataset = datasets.Dataset.from_list(rows("x", "train", 20))
-    kept = dataset if splits == "one" else datasets.DatasetDict(train=dataset, test=dataset.select(range(3)))
-    kept.save_to_disk(str(tmp_path / "saved"))
+    saved = dataset if splits == "one" else datasets.DatasetDict(train=dataset, test=dataset.select(range(3)))
+    saved.save_to_disk(str(tmp_path / "saved"))
     assert [d.text for d in documents(f"hf:{tmp_path / 'saved'}", 15)] == [
         r["text"] for r in rows("x", "train", 20)[15:]
     ]
@@ -125,13 +125,13 @@ def test_a_missing_field_is_named_with_those_there_are(folder: Path) -> None:
 
 def test_a_stream_of_unknown_size_is_prepared_and_bounded(folder: Path, tmp_path: Path) -> None:
     config = DataConfig(source=f"hf:{folder}:en", vocab_size=300, shards=2, cache_dir=str(tmp_path / "prepared"))
-    told: list[tuple[str, int, int | None]] = []
-    whole = prepare(config, lambda *report: told.append(report))
+    reports: list[tuple[str, int, int | None]] = []
+    whole = prepare(config, lambda *report: reports.append(report))
     assert whole.meta.documents == 70
-    assert ("tokenising", 70, None) in told
-    bounded = prepare(replace(config, max_documents=50), lambda *report: told.append(report))
+    assert ("tokenising", 70, None) in reports
+    bounded = prepare(replace(config, max_documents=50), lambda *report: reports.append(report))
     assert bounded.meta.documents == 50
-    assert ("tokenising", 50, 50) in told
+    assert ("tokenising", 50, 50) in reports
 
 
 def test_the_tokenizer_of_a_stream_learns_from_its_beginning_and_does_not_read_to_its_end(
@@ -243,11 +243,11 @@ def test_the_revision_is_pinned_while_a_hub_dataset_is_read(folder: Path, monkey
         def dataset_info(self, *_: object, **__: object) -> Info:
             return Info()
 
-    asked: list[object] = []
+    requests: list[object] = []
     real = datasets.load_dataset
 
     def load(name: str, config: str, *, revision: str | None, **options: object) -> object:
-        asked.append((name, config, revision))
+        requests.append((name, config, revision))
         return real(str(folder), config, **options)
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
@@ -255,7 +255,7 @@ def test_the_revision_is_pinned_while_a_hub_dataset_is_read(folder: Path, monkey
     source = open_source(DataConfig(source="hf:owner/name:de"))
     assert len(list(source.documents())) == 3
     assert source.fingerprint() == "0123abcd"
-    assert asked == [("owner/name", "de", "0123abcd")]
+    assert requests == [("owner/name", "de", "0123abcd")]
 
 
 def test_a_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,11 +132,11 @@ def test_workers_weigh_as_much_as_their_labels_have_text_and_the_run_says_which_
     tokens = corpus.meta.shard_tokens
     weights = [worker.mode.averager.weight for worker in workers]  # type: ignore[union-attr]
     assert weights == [float(tokens[0] + tokens[2]), float(tokens[1])]
-    told = [
+    events = [
         {"type": "worker_started", "time": 0.0, "worker": 0, "workers": 2},
         {"type": "corpus", "time": 0.0, "worker": 0, **corpus.meta.event(), "skipped": {"unreadable rows": 3}},
     ]
-    notes = history_of(told).notes
+    notes = history_of(events).notes
     assert "3 unreadable rows" in notes.lines[0]
     assert notes.lines[1].startswith("worker 0 reads law") and notes.lines[2].startswith("worker 1 reads sea")
 

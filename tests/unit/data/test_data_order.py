@@ -180,16 +180,16 @@ class Reading:
 
     def read(self, workers: int, batch_size: int, batches: Sequence[int]) -> None:
         """Worker i of `workers` takes batches[i] batches."""
-        told = []
+        progresses = []
         for worker in range(workers):
-            mine = batches_of(self.corpus, batch_size, worker, workers, self.seed, self.progress)
+            worker_batches = batches_of(self.corpus, batch_size, worker, workers, self.seed, self.progress)
             for position in range(batches[worker]):
-                for window in mine.batch(position):
+                for window in worker_batches.batch(position):
                     shard = int(np.searchsorted(self.firsts, window[0], side="right")) - 1
-                    assert shard in mine.shards
+                    assert shard in worker_batches.shards
                     self.seen[shard].append(int(window[0]))
-            told.append(mine.progress(batches[worker]))
-        self.progress = merge_progress(told)
+            progresses.append(worker_batches.progress(batches[worker]))
+        self.progress = merge_progress(progresses)
 
     def check(self) -> None:
         for shard, windows in enumerate(windows_of(self.corpus)):
@@ -238,8 +238,8 @@ def test_going_on_from_the_start_and_the_position_equals_no_interruption(
     start = {shard: ShardProgress(shard % 3, shard) for shard in range(corpus.shards)}
     through = batches_of(corpus, batch_size, 0, workers, 1, start)
     expected = [through.batch(p) for p in range(position + 3)][position:]
-    kept = json.loads(json.dumps(start))  # as a checkpoint keeps it
-    resumed = batches_of(corpus, batch_size, 0, workers, 1, {int(s): ShardProgress(*kept[s]) for s in kept})
+    restored = json.loads(json.dumps(start))  # as a checkpoint keeps it
+    resumed = batches_of(corpus, batch_size, 0, workers, 1, {int(s): ShardProgress(*restored[s]) for s in restored})
     assert np.array_equal(np.stack([resumed.batch(position + i) for i in range(3)]), np.stack(expected))
     assert resumed.progress(position) == through.progress(position)
 

@@ -159,11 +159,11 @@ def test_unigram_perplexity_of_even_counts_is_the_vocabulary_size() -> None:
 
 
 def test_preparing_twice_and_elsewhere_gives_the_same_bytes(config: DataConfig, tmp_path: Path) -> None:
-    one = prepare(config)
+    first = prepare(config)
     two = prepare(replace(config, cache_dir=str(tmp_path / "other")))
-    assert one.digest == two.digest
-    assert one.folder != two.folder
-    for path in one.folder.iterdir():
+    assert first.digest == two.digest
+    assert first.folder != two.folder
+    for path in first.folder.iterdir():
         assert path.read_bytes() == (two.folder / path.name).read_bytes()
 
 
@@ -180,8 +180,8 @@ def test_second_preparation_opens_the_cache_and_builds_nothing(
     first = prepare(config, lambda *report: stages.append(report))
     assert {stage for stage, _, _ in stages} == {"training the tokenizer", "tokenising", "counting tokens"}
     assert all(total is not None and 0 <= done <= total for _, done, total in stages)
-    told = [(done, total) for stage, done, total in stages if stage == "tokenising"]
-    assert told[-1][0] == told[-1][1]
+    reported = [(done, total) for stage, done, total in stages if stage == "tokenising"]
+    assert reported[-1][0] == reported[-1][1]
     monkeypatch.setattr(corpus_cache, "_run_preparation", lambda *_: pytest.fail("built again"))
     assert prepare(replace(config, sequence_length=64)) == first
 
@@ -309,5 +309,5 @@ def test_data_modules_import_neither_torch_nor_tokenizers() -> None:
         "import diloco.data.preparation.corpus_cache;"
         "print([m for m in ('torch', 'tokenizers', 'rich') if m in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "[]"

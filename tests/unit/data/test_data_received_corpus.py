@@ -23,7 +23,7 @@ from support.saved_runs import small_corpus
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return small_corpus(tmp_path_factory.mktemp("there"))[1]
 
 
@@ -40,54 +40,54 @@ def silent(stage: str, done: int, total: int | None) -> None:
     del stage, done, total
 
 
-def test_a_share_is_received_and_opened_and_the_rest_can_come_later(there: Corpus, tmp_path: Path) -> None:
+def test_a_share_is_received_and_opened_and_the_rest_can_come_later(served: Corpus, tmp_path: Path) -> None:
     data, fetched = DataConfig(cache_dir=str(tmp_path)), list[str]()
-    assert find_corpus(data, there.digest) is None
-    folder = received_corpus_folder(data, there.digest)
-    meta = receive_metadata(folder, there.digest, from_(there, fetched))
+    assert find_corpus(data, served.digest) is None
+    folder = received_corpus_folder(data, served.digest)
+    meta = receive_metadata(folder, served.digest, from_(served, fetched))
     assert bytes_to_receive(folder, meta, [1, 4]) == sum(
-        there.file_sizes()[name] for name in (VALIDATION, shard_name(1), shard_name(4))
+        served.file_sizes()[name] for name in (VALIDATION, shard_name(1), shard_name(4))
     )
-    corpus = receive_files(folder, meta, [1, 4], from_(there, fetched), silent)
+    corpus = receive_files(folder, meta, [1, 4], from_(served, fetched), silent)
     assert fetched == [*METADATA_FILES, VALIDATION, shard_name(1), shard_name(4)]
     assert [shard for shard in range(corpus.shards) if corpus.has(shard)] == [1, 4]
-    assert (corpus.shard(4) == there.shard(4)).all() and (corpus.validation() == there.validation()).all()
-    again = find_corpus(data, there.digest)
+    assert (corpus.shard(4) == served.shard(4)).all() and (corpus.validation() == served.validation()).all()
+    again = find_corpus(data, served.digest)
     assert again == corpus
-    receive_files(folder, meta, [1, 4], from_(there, fetched), silent)
+    receive_files(folder, meta, [1, 4], from_(served, fetched), silent)
     assert len(fetched) == len(METADATA_FILES) + 3  # what is here does not come again
 
 
-def test_files_are_asked_for_with_their_size_and_digest(there: Corpus, tmp_path: Path) -> None:
-    asked = []
+def test_files_are_asked_for_with_their_size_and_digest(served: Corpus, tmp_path: Path) -> None:
+    requests = []
 
     def fetch(name: str, path: Path, most_bytes: int, digest: str) -> None:
-        asked.append((name, most_bytes, digest))
-        from_(there)(name, path)
+        requests.append((name, most_bytes, digest))
+        from_(served)(name, path)
 
-    meta = receive_metadata(tmp_path, there.digest, from_(there))
+    meta = receive_metadata(tmp_path, served.digest, from_(served))
     receive_files(tmp_path, meta, [1], fetch, silent)
-    assert asked == [
-        (name, corpus_files(there)[name].stat().st_size, meta.files[name]) for name in (VALIDATION, shard_name(1))
+    assert requests == [
+        (name, corpus_files(served)[name].stat().st_size, meta.files[name]) for name in (VALIDATION, shard_name(1))
     ]
 
 
-def test_a_corpus_prepared_here_is_not_received(there: Corpus) -> None:
-    assert find_corpus(DataConfig(cache_dir=str(there.folder.parent)), there.digest) == there
+def test_a_corpus_prepared_here_is_not_received(served: Corpus) -> None:
+    assert find_corpus(DataConfig(cache_dir=str(served.folder.parent)), served.digest) == served
 
 
 @pytest.mark.parametrize("name", [META, TOKENIZER, "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1", b'{"eos_token": "hello", "auto_map": {}}'])
 def test_a_description_that_does_not_have_the_digest_is_refused_and_removed(
-    there: Corpus, tmp_path: Path, name: str, content: bytes
+    served: Corpus, tmp_path: Path, name: str, content: bytes
 ) -> None:
-    def fetch(wanted: str, path: Path) -> None:
-        from_(there)(wanted, path)
-        if wanted == name:
+    def fetch(requested: str, path: Path) -> None:
+        from_(served)(requested, path)
+        if requested == name:
             path.write_bytes(content)
 
     with pytest.raises(DataError, match="does not match the corpus"):
-        receive_metadata(tmp_path / "corpus", there.digest, fetch)
+        receive_metadata(tmp_path / "corpus", served.digest, fetch)
     assert not list((tmp_path / "corpus").iterdir())
 
 
@@ -102,39 +102,39 @@ def test_a_description_that_does_not_have_the_digest_is_refused_and_removed(
         ("shard_tokens", ["many"] * 6),
     ],
 )
-def test_a_meta_json_that_makes_no_sense_is_refused(there: Corpus, tmp_path: Path, field: str, value: object) -> None:
-    def fetch(wanted: str, path: Path) -> None:
-        from_(there)(wanted, path)
-        if wanted == META:
+def test_a_meta_json_that_makes_no_sense_is_refused(served: Corpus, tmp_path: Path, field: str, value: object) -> None:
+    def fetch(requested: str, path: Path) -> None:
+        from_(served)(requested, path)
+        if requested == META:
             path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
 
     with pytest.raises(DataError, match="does not match the corpus"):
-        receive_metadata(tmp_path, there.digest, fetch)
+        receive_metadata(tmp_path, served.digest, fetch)
 
 
-def test_a_shard_that_is_not_the_corpuss_own_is_refused_and_removed(there: Corpus, tmp_path: Path) -> None:
-    def fetch(wanted: str, path: Path, most_bytes: int = 0, digest: str = "") -> None:
-        from_(there)(wanted, path)
-        if wanted == shard_name(2):
+def test_a_shard_that_is_not_the_corpuss_own_is_refused_and_removed(served: Corpus, tmp_path: Path) -> None:
+    def fetch(requested: str, path: Path, most_bytes: int = 0, digest: str = "") -> None:
+        from_(served)(requested, path)
+        if requested == shard_name(2):
             data = bytearray(path.read_bytes())
             data[100] ^= 1
             path.write_bytes(data)
 
-    meta = receive_metadata(tmp_path, there.digest, fetch)
+    meta = receive_metadata(tmp_path, served.digest, fetch)
     with pytest.raises(DataError, match="does not match the corpus"):
         receive_files(tmp_path, meta, [0, 2], fetch, silent)
     assert (tmp_path / shard_name(0)).exists() and not (tmp_path / shard_name(2)).exists()
 
 
 def test_metadata_that_another_version_received_is_fetched_again_and_the_shards_are_kept(
-    there: Corpus, tmp_path: Path
+    served: Corpus, tmp_path: Path
 ) -> None:
     data, fetched = DataConfig(cache_dir=str(tmp_path)), list[str]()
-    folder = received_corpus_folder(data, there.digest)
-    meta = receive_metadata(folder, there.digest, from_(there))
-    receive_files(folder, meta, [1], from_(there), silent)
+    folder = received_corpus_folder(data, served.digest)
+    meta = receive_metadata(folder, served.digest, from_(served))
+    receive_files(folder, meta, [1], from_(served), silent)
     (folder / META).write_text(json.dumps(json.loads((folder / META).read_text()) | {"version": 3}))
-    assert find_corpus(data, there.digest) is None
-    meta = receive_metadata(folder, there.digest, from_(there, fetched))
-    assert receive_files(folder, meta, [1], from_(there, fetched), silent).has(1)
+    assert find_corpus(data, served.digest) is None
+    meta = receive_metadata(folder, served.digest, from_(served, fetched))
+    assert receive_files(folder, meta, [1], from_(served, fetched), silent).has(1)
     assert fetched == [META]

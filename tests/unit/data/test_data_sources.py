@@ -91,9 +91,12 @@ def test_folder_is_read_recursively_in_sorted_order_and_other_files_are_counted(
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "nowhere")
     source = open_source(DataConfig(source=str(tmp_path), on_bad_row="skip"))
     for _ in range(2):  # a second walk gives and counts the same
-        found = list(source.documents())
-        assert [document.text for document in found if document.problem is None] == ["p", "r", "m", "z"]
-        assert [Path(str(one.problem).split()[0]).name for one in found if one.problem] == ["bad.txt", "nul.rst"]
+        documents = list(source.documents())
+        assert [document.text for document in documents if document.problem is None] == ["p", "r", "m", "z"]
+        assert [Path(str(document.problem).split()[0]).name for document in documents if document.problem] == [
+            "bad.txt",
+            "nul.rst",
+        ]
         assert source.skipped == {"not a known suffix": 1}
 
 
@@ -108,16 +111,16 @@ def test_identity_changes_with_content_size_time_and_names(tmp_path: Path) -> No
 
     write(tmp_path, {"a.txt": "one"})
     os.utime(tmp_path / "a.txt", ns=(0, 0))
-    seen = [identity()]
-    assert identity() == seen[0]
+    identities = [identity()]
+    assert identity() == identities[0]
     os.utime(tmp_path / "a.txt", ns=(0, 1))
-    seen.append(identity())
+    identities.append(identity())
     write(tmp_path, {"a.txt": "other"})
     os.utime(tmp_path / "a.txt", ns=(0, 1))
-    seen.append(identity())
+    identities.append(identity())
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
-    seen.append(identity())
-    assert len(set(seen)) == 4
+    identities.append(identity())
+    assert len(set(identities)) == 4
 
 
 def test_missing_path_is_refused_by_name_with_the_remedy(tmp_path: Path) -> None:

@@ -73,9 +73,9 @@ def test_a_verdict_that_stands_alone_may_fall_among_many_open_claims() -> None:
     still_open = [judge(BELOW, _seeds(2.99, 3.02 + 0.0001 * number, 2.98)) for number in range(40)]
     assert (clear.verdict, close.verdict) == ("holds", "holds")
     assert clear.p_value < 0.05 / 42 < 2 * 0.05 / 42 < close.p_value
-    assert [one.verdict for one in correct([clear, close])] == ["holds", "holds"]
+    assert [judgement.verdict for judgement in correct([clear, close])] == ["holds", "holds"]
     corrected = correct([clear, close, *still_open])
-    assert [one.verdict for one in corrected[:2]] == ["holds", "not resolved"]
+    assert [judgement.verdict for judgement in corrected[:2]] == ["holds", "not resolved"]
     assert "42 claims" in corrected[1].verdict_text
 
 
@@ -85,7 +85,7 @@ def test_a_claim_that_two_experiments_make_counts_once() -> None:
     other = judge(BELOW, _seeds(2.90, 2.9001, 2.8999))
     assert distinct([once, turned, other, once]) == [once, other]
     still_open = [judge(BELOW, _seeds(2.99, 3.02, 2.98)) for _ in range(40)]
-    assert [one.verdict for one in correct([once, turned, other, *still_open])[:3]] == ["holds"] * 3
+    assert [judgement.verdict for judgement in correct([once, turned, other, *still_open])[:3]] == ["holds"] * 3
 
 
 def test_the_correction_leaves_claims_without_seeds_out_of_the_count() -> None:

@@ -106,7 +106,9 @@ def test_the_law_is_recovered_from_costs_that_follow_it() -> None:
     for name, arm in missed_rounds.arms(scale).items():
         if arm.drop:  # the cost is above what the arm without drops has
             without = calm[replace(arm, drop=0.0, missed="token_weighted").key()]
-            results[name] = [replace(one, curve=((0, 4.0), (1, one.loss - 3.0 + without))) for one in results[name]]
+            results[name] = [
+                replace(result, curve=((0, 4.0), (1, result.loss - 3.0 + without))) for result in results[name]
+            ]
     [words, grid, *_] = missed_rounds.analysis(scale, results)
     assert isinstance(words, Paragraph) and isinstance(grid, Grid)
     assert len(grid.rows) == 4

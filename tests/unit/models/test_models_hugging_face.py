@@ -220,10 +220,10 @@ def test_a_save_that_fails_leaves_the_former_folder(tmp_path: Path, monkeypatch:
 
 
 def test_the_description_is_of_what_is_computed_and_not_of_where_it_lies(tmp_path: Path) -> None:
-    here, there = make_folder(tmp_path / "here"), make_folder(tmp_path / "there", seed=5)
-    assert load(here).description == load(there).description
-    edit_config(there, rms_norm_eps=0.01)
-    assert load(here).description != load(there).description
+    first, second = make_folder(tmp_path / "here"), make_folder(tmp_path / "there", seed=5)
+    assert load(first).description == load(second).description
+    edit_config(second, rms_norm_eps=0.01)
+    assert load(first).description != load(second).description
 
 
 def test_missing_weights_are_refused_by_name_and_never_made_up(tmp_path: Path) -> None:

@@ -198,8 +198,8 @@ def test_a_model_of_the_hub_is_downloaded_once_small_files_first(
         return str(cache)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    found = check_model("hf:owner/name", weights=False)
-    assert found is not None and found.tokenizer == "hf:owner/name"
+    pretrained = check_model("hf:owner/name", weights=False)
+    assert pretrained is not None and pretrained.tokenizer == "hf:owner/name"
     assert (cache / "tokenizer.json").is_file()
     assert not (cache / "model.safetensors").exists()
     check_model("hf:owner/name")

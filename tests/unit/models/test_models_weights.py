@@ -66,10 +66,10 @@ def test_a_value_that_becomes_infinite_is_refused_with_its_tensor(tmp_path: Path
 
 
 def test_progress_tells_the_shards_written_and_all(stored: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     with StoredWeights(stored) as weights:
-        write_weights(weights, tmp_path, torch.float32, 900, lambda done, total: told.append((done, total)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+        write_weights(weights, tmp_path, torch.float32, 900, lambda done, total: reports.append((done, total)))
+    assert reports == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_shards_of_transformers_load_natively_and_ours_load_in_transformers(tmp_path: Path) -> None:
