@@ -13,7 +13,7 @@ import torch
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD, Nesterov
 from diloco.engines.asynchronous import replay
-from diloco.engines.local import LocalSwarm, alone
+from diloco.engines.local import LocalEngine, LocalSwarm, alone
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import ConfigError
 from diloco.methods.dynamic_steps import DynamicSteps
@@ -174,6 +174,24 @@ def test_an_outer_gradient_that_is_not_finite_is_refused_and_moves_nothing() -> 
 
 
 # Real processes
+
+
+def test_a_worker_whose_outer_gradient_was_refused_asks_no_other_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over torch.distributed all would have to answer, and none of them waits."""
+    world = World()
+    monkeypatch.setattr(LocalEngine, "fetch_state", lambda _: pytest.fail("it asks for a state"))
+    model, optimizer = world.models[1], world.optimizers[1]
+    for _ in range(H - 1):
+        world.step(1)
+    own = deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.exit.bias.fill_(float("nan"))
+    optimizer.zero_grad()
+    optimizer.step()  # without gradients: no more than the count, and the post
+    model.load_state_dict(own)
+    for _ in range(H):
+        world.step(1)
+    assert (optimizer.failures, optimizer.rounds) == (1, 1)
 
 
 def one_worker(engine: TorchDistributedEngine, steps: list[int], dies: int | None) -> tuple[list[float], int, int]:

@@ -261,8 +261,10 @@ class AsynchronousEngine(Engine):
         payload = vector.data.cpu().view(-1) if contribution.weight > 0 else torch.empty(0, dtype=torch.uint8)
         reply = self._ask("arrive", key, contribution, payload, seconds)
         if reply.refused:
+            # Its own anchor is still good: nothing is missed, and there is no state of the others' to take over.
             raise RoundFailed(
-                f"round {key.sequence}: the contribution of worker {self.worker} was refused: {reply.refused}"
+                f"round {key.sequence}: the contribution of worker {self.worker} was refused: {reply.refused}",
+                resync=False,
             )
         transfers = 0 if self.worker == 0 else 1  # worker 0 is where the anchor is
         return RoundResult(
