@@ -221,9 +221,9 @@ def test_equal_workers_train_as_without_it() -> None:
 
 
 def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"sync\.dynamic_steps = True: a worker counts its own share"):
+    with pytest.raises(ConfigError, match=r"sync\.dynamic_steps = true: a worker counts its own share"):
         replace(PLAIN, outer_overlap="eager")
-    with pytest.raises(ConfigError, match=r"sync\.growth = 0\.1 and sync\.dynamic_steps = True"):
+    with pytest.raises(ConfigError, match=r"sync\.growth = 0\.1 and sync\.dynamic_steps = true"):
         replace(PLAIN, growth=0.1)
 
 

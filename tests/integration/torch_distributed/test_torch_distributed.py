@@ -140,7 +140,7 @@ def data_parallel(engine: Engine) -> Story:
         optimizer.average_gradients()
         optimizer.step()
     optimizer.finish()
-    return Story([optimizer.anchor_digest()], final=flat(model).tolist(), bytes_sent=optimizer.bytes_sent)
+    return Story([optimizer.anchor_digest()], final=flat(model).tolist(), bytes_sent=optimizer.counters.bytes_sent)
 
 
 STORIES = (
