@@ -263,16 +263,17 @@ class AnchorEvaluation:
         """Let parameters and anchors change places; refused inside itself. Live anchors are not served meanwhile."""
         self.refuse_training()
         started = time.monotonic()
+        # Copies may be served between the two exchanges; live anchors may not.
         lock = self._state.lock
-        # The lock is held for each exchange only if copies may be served in between, else during the whole evaluation.
-        during_evaluation, during_exchange = (nullcontext(), lock) if self._serves_copies else (lock, nullcontext())
-        with during_evaluation:
-            with during_exchange:
+        evaluation_lock = nullcontext() if self._serves_copies else lock
+        exchange_lock = lock if self._serves_copies else nullcontext()
+        with evaluation_lock:
+            with exchange_lock:
                 self._exchange()
             try:
                 yield
             finally:
-                with during_exchange:
+                with exchange_lock:
                     self._exchange()
                 self.seconds += time.monotonic() - started
 
