@@ -34,7 +34,7 @@ _MOST_MEMBERS = 4096
 
 @dataclass
 class MemberHistory:
-    """One member of the swarm: its states over time, and the numbers that the lists of all members have of it."""
+    """The history of a member of the swarm: its states, and the numbers that the lists of all members have of it."""
 
     peer: str = ""
     label: str = ""

@@ -244,7 +244,7 @@ class OwnWork:
 
 
 class WorkerHistory:
-    """A worker of this machine (`local`), or of another one, as its reports with the rounds tell."""
+    """The history of a worker of this machine (`local`), or of another one, as its reports with the rounds tell."""
 
     def __init__(self) -> None:
         self.local = False

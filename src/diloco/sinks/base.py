@@ -28,7 +28,8 @@ class Point:
 
 
 class Sink(ABC):
-    """`folder` is this sink's folder inside the run folder; it exists. The package is imported in `start`."""
+    """A tracker that a run is copied to. `folder` is the sink's folder inside the run folder, and exists; the tracker's
+    package is imported in `start`."""
 
     package: ClassVar[str]  # must be installed; also the name of an extra of diloco
 

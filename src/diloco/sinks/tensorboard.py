@@ -14,6 +14,8 @@ _FLUSH_SECONDS = 3600  # the follower calls flush()
 
 
 class TensorBoardSink(Sink):
+    """Writes TensorBoard's event files."""
+
     package = "tensorboard"
 
     def __init__(self, run: Path, folder: Path) -> None:

@@ -11,6 +11,8 @@ from diloco.sinks.base import Point, Sink
 
 
 class TrackioSink(Sink):
+    """Logs to a trackio project."""
+
     package = "trackio"
     _session: Any = None
 

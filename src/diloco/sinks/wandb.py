@@ -16,6 +16,8 @@ _ID_FILE = "run_id"
 
 
 class WandbSink(Sink):
+    """Logs to a Weights & Biases project."""
+
     package = "wandb"
     _session: Any = None
 

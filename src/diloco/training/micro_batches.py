@@ -40,6 +40,8 @@ class Loss(Protocol):
 
 
 class MicroBatch(NamedTuple):
+    """The rows of an inner step that this rank computes at a time."""
+
     inputs: Tensor
     """(B, T), int64; targets likewise."""
     targets: Tensor

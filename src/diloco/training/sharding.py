@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 class ShardedModel(PlacedModel):
+    """A model of which each rank has a part (FSDP2)."""
+
     sharded = True
 
     def __init__(
@@ -69,6 +71,8 @@ def shard(
 
 
 class ReplicatedModel(PlacedModel):
+    """A model of which each rank has a copy (DDP)."""
+
     def __init__(self, model: LanguageModel, ranks: WorkerRanks, device: torch.device) -> None:
         self.model = model.to(device)
         self._first = ranks.rank == 0
@@ -88,7 +92,7 @@ class ReplicatedModel(PlacedModel):
 
 
 class _Loss(nn.Module):
-    """DDP acts on a call of a module, and what is called in training is the loss."""
+    """The loss of a model as a module, since DDP acts on calls of a module."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()

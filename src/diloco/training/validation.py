@@ -147,7 +147,7 @@ def combine(members: tuple[Member, ...]) -> Evaluation | None:
 
 
 class Validation:
-    """One worker's part; of a machine's workers only the leader writes the loss over all shares."""
+    """One worker's part in the validation; of a machine's workers only the leader writes the loss over all shares."""
 
     def __init__(
         self, config: RunConfig, evaluator: Evaluator, engine: Connection, events: EventLog, *, leader: bool

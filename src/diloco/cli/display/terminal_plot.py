@@ -61,9 +61,9 @@ def _draw(line: list[tuple[float, float]], validation: list[tuple[float, float]]
     low = min(losses)
     high = max(losses)
     last = max(step for step, _ in [*line, *validation])
-    place = _Place(last, low, high)
-    cells = _cells(line, place, width, plain=plain)
-    points = {(place.row(loss, _ROWS), place.column(step, width)) for step, loss in validation}
+    axes = _Axes(last, low, high)
+    cells = _cells(line, axes, width, plain=plain)
+    points = {(axes.row(loss, _ROWS), axes.column(step, width)) for step, loss in validation}
     text = Text(no_wrap=True)
     for row in range(_ROWS):
         label = {0: f"{high:.4g}", _ROWS - 1: f"{low:.4g}"}.get(row, "")
@@ -80,17 +80,17 @@ def _draw(line: list[tuple[float, float]], validation: list[tuple[float, float]]
     return text.append(f" step {last:,.0f}".rjust(width + 8 - used))
 
 
-def _cells(line: list[tuple[float, float]], place: "_Place", width: int, *, plain: bool) -> dict[tuple[int, int], str]:
+def _cells(line: list[tuple[float, float]], axes: "_Axes", width: int, *, plain: bool) -> dict[tuple[int, int], str]:
     """Return the characters of the line by row and column: eight dots in each, or one."""
     across, down = (1, 1) if plain else (2, 4)
     bits: dict[tuple[int, int], int] = {}
-    for column, row in _trace(line, place, width * across, _ROWS * down):
+    for column, row in _trace(line, axes, width * across, _ROWS * down):
         cell = (row // down, column // across)
         bits[cell] = bits.get(cell, 0) | _DOTS[row % down][column % across]
     return {cell: "." if plain else chr(0x2800 + dots) for cell, dots in bits.items()}
 
 
-class _Place:
+class _Axes:
     """Maps a step and a loss to a column from the left and a row from the top."""
 
     def __init__(self, last: float, low: float, high: float) -> None:
@@ -105,13 +105,13 @@ class _Place:
         return rows - 1 - min(rows - 1, int((loss - self._low) / self._range * (rows - 1) + 0.5))
 
 
-def _trace(line: list[tuple[float, float]], place: _Place, columns: int, rows: int) -> list[tuple[int, int]]:
+def _trace(line: list[tuple[float, float]], axes: _Axes, columns: int, rows: int) -> list[tuple[int, int]]:
     """Return the dots of a line, without gaps: the mean where several points are in a column, straight between
     columns."""
     sums: dict[int, list[float]] = {}
     for step, loss in line:
-        sums.setdefault(place.column(step, columns), []).append(loss)
-    known = [(column, place.row(sum(values) / len(values), rows)) for column, values in sorted(sums.items())]
+        sums.setdefault(axes.column(step, columns), []).append(loss)
+    known = [(column, axes.row(sum(values) / len(values), rows)) for column, values in sorted(sums.items())]
     dots = known[:1]
     for (left, top), (right, bottom) in pairwise(known):
         before = top

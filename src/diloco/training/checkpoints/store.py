@@ -61,7 +61,7 @@ class CheckpointOwner:
 
 
 @dataclass
-class _Write:
+class _UnfinishedWrite:
     """A checkpoint that is being written."""
 
     step: int
@@ -71,7 +71,7 @@ class _Write:
 
 
 class CheckpointStore:
-    """Saves, reports and removes. All but the writing happens in the caller's thread."""
+    """One rank's checkpoints: saves, reports and removes them. All but the writing happens in the caller's thread."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class CheckpointStore:
         self._written: list[int] = []  # steps of this start that this rank has written
         self._reported: dict[int, set[int]] = {}  # worker: steps of this start that it reported to have
         self._started_from: int | None = None  # the step of a checkpoint
-        self._write: _Write | None = None
+        self._write: _UnfinishedWrite | None = None
         self._due: int | None = None
 
     # Saving
@@ -132,7 +132,7 @@ class CheckpointStore:
             self._try_to_write(step, moment, copied, state)
 
         thread = threading.Thread(target=write, name="diloco-checkpoint", daemon=True)
-        self._write = _Write(step, thread, NEXT_SECONDS)
+        self._write = _UnfinishedWrite(step, thread, NEXT_SECONDS)
         thread.start()
 
     def _still_writing(self, seconds: float | None = None) -> bool:

@@ -40,6 +40,8 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedPiece:
+    """A piece of a tensor, and the file and key under which it is."""
+
     path: Path
     key: str
     sizes: tuple[int, ...]

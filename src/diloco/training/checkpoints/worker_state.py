@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class HasState(Protocol):
-    """Its state dict holds tensors and what JSON can hold."""
+    """A part of a worker that is saved: its state dict holds tensors and what JSON can hold."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

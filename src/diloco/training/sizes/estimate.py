@@ -56,7 +56,7 @@ _MATRIX_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class Estimate:
-    """All sizes are in bytes."""
+    """The sizes of a run, in bytes."""
 
     parameters: int
     trainable_parameters: int

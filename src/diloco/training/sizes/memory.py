@@ -62,7 +62,7 @@ def encoded_vectors(config: RunConfig, shapes: Mapping[str, Shape], ranks: int =
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryRow:
     """A row of the table: something that a process holds."""
 
     name: str
@@ -89,16 +89,16 @@ def process_memory(
     inner = round(held / whole * _FP32 * inner_elements(config, shapes))
     gradients = _FP32 * (averaged if sharded else trained)
     rows = [
-        Held("parameters", _FP32 * held, "model"),
-        Held("inner optimizer", inner, "model"),
-        Held("gradients", gradients, "model", "steps"),
-        Held(ACTIVATIONS, _activations(config, outline, place, vocab_size), "model", "steps"),
+        MemoryRow("parameters", _FP32 * held, "model"),
+        MemoryRow("inner optimizer", inner, "model"),
+        MemoryRow("gradients", gradients, "model", "steps"),
+        MemoryRow(ACTIVATIONS, _activations(config, outline, place, vocab_size), "model", "steps"),
         *_averaging(config, shapes, place, averaged),
     ]
     if config.checkpoint.asynchronous and config.num_checkpoints:
         saved = gradients + inner + sum(row.bytes for row in rows if row.where == "anchors")
-        rows.insert(0, Held("copy for the checkpoint being written", saved))
-    rows.insert(0, Held("Python and its libraries", base))
+        rows.insert(0, MemoryRow("copy for the checkpoint being written", saved))
+    rows.insert(0, MemoryRow("Python and its libraries", base))
     if not place.cuda and config.mode == "diloco" and config.sync.merges_at_once and not config.sync.asynchronous:
         steps, rounds = (sum(row.bytes for row in rows if row.when == when) for when in ("steps", "rounds"))
         rows = [row for row in rows if row.when != ("steps" if steps < rounds else "rounds")]
@@ -108,7 +108,7 @@ def process_memory(
     return host, device
 
 
-def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement, averaged: int) -> list[Held]:
+def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement, averaged: int) -> list[MemoryRow]:
     """Return what averaging needs: anchors and what is kept beside them, and what travels."""
     sync = config.sync
     swarm = config.engine == "swarm"
@@ -121,30 +121,32 @@ def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement,
     lossless = vectors[0].codec.lossless
     whole_gradient = encoded + copy * (1 if lossless else 2)  # encoded and decoded as a whole
     if config.mode == "data-parallel":
-        return [Held("encoded and decoded gradient", whole_gradient)]
+        return [MemoryRow("encoded and decoded gradient", whole_gradient)]
     kept = {name: copy * copies for name, copies in kept_copies(config).items()}
-    rows = [Held(name, size, "anchors") for name, size in kept.items()]
+    rows = [MemoryRow(name, size, "anchors") for name, size in kept.items()]
     if sync.asynchronous:  # engines/asynchronous.py
         return [
             *rows,
-            Held("encoded outer gradient", encoded),
-            Held("anchor that arrives, and the way to it", 3 * copy),
-            Held(OF_WORKER_0, 6 * copy + encoded * place.workers),  # where it is, is saved, and what arrives for it
+            MemoryRow("encoded outer gradient", encoded),
+            MemoryRow("anchor that arrives, and the way to it", 3 * copy),
+            MemoryRow(
+                OF_WORKER_0, 6 * copy + encoded * place.workers
+            ),  # where it is, is saved, and what arrives for it
         ]
     if not place.alone or swarm or not lossless or not sync.merges_at_once or sync.prune is not None:
         rows += [
-            Held("encoded outer gradient", encoded, when="rounds"),
-            Held("error feedback of the round in flight", kept["error feedback"], when="rounds"),
+            MemoryRow("encoded outer gradient", encoded, when="rounds"),
+            MemoryRow("error feedback of the round in flight", kept["error feedback"], when="rounds"),
         ]
         if sync.overlap_steps and not place.cuda and place.ranks == 1:  # outer/background.py
             largest = max(vector.layout.numel for vector in vectors)
-            rows.append(Held("parameters and anchor of the round in flight", 2 * _FP32 * largest))
+            rows.append(MemoryRow("parameters and anchor of the round in flight", 2 * _FP32 * largest))
         if swarm:
-            rows.append(Held("shared with the network process", 2 * encoded))
+            rows.append(MemoryRow("shared with the network process", 2 * encoded))
         if moments:
-            rows.append(Held("second moments, decoded", _FP32 * moments[0].layout.numel, when="rounds"))
+            rows.append(MemoryRow("second moments, decoded", _FP32 * moments[0].layout.numel, when="rounds"))
         if sync.warm_start and not place.alone and not swarm:  # as in data-parallel training
-            rows.append(Held("encoded and decoded gradient of the warm start", whole_gradient))
+            rows.append(MemoryRow("encoded and decoded gradient of the warm start", whole_gradient))
     return [row for row in rows if row.bytes]
 
 

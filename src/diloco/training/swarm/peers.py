@@ -54,7 +54,7 @@ CUT_OFF_SECONDS = 3600.0
 
 
 @runtime_checkable
-class Swarm(Protocol):
+class SwarmConnection(Protocol):
     """The part of SwarmEngine that goes beyond averaging."""
 
     @property
@@ -87,7 +87,7 @@ def starting_shards(texts: WorkerTexts, engine: Connection, config: RunConfig) -
 
 def present(engine: Connection) -> tuple[int, ...]:
     """Return the numbers of the present members, this worker included."""
-    others = engine.roster if isinstance(engine, Swarm) else [member.worker for member in engine.members()]
+    others = engine.roster if isinstance(engine, SwarmConnection) else [member.worker for member in engine.members()]
     return tuple(sorted({*others, engine.worker}))
 
 
@@ -134,7 +134,7 @@ class SwarmPeers(Peers):
         self._config = config
         self._engine = engine
         self._events = events
-        self._swarm = engine if isinstance(engine, Swarm) else None
+        self._swarm = engine if isinstance(engine, SwarmConnection) else None
         self._reader = reader
         self._validation = validation
         self._outer = outer

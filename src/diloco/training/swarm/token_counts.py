@@ -20,7 +20,7 @@ from diloco.engines.note import Note
 
 
 class TokenCounts:
-    """The counts as one worker knows them."""
+    """The tokens of all workers, as one worker knows them."""
 
     def __init__(self) -> None:
         self.by_worker: dict[int, int] = {}

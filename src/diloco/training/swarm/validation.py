@@ -73,7 +73,7 @@ class _Measurement:
 
 
 class SwarmValidation(Validation):
-    """One worker's part. SwarmPeers calls `after_round` and `record_absence`."""
+    """One worker's part in the validation of a swarm. SwarmPeers calls `after_round` and `record_absence`."""
 
     def __init__(
         self,
