@@ -117,25 +117,25 @@ class DiLoCo(torch.optim.Optimizer):
         refuse_arguments(Arguments(sync, engine, outer, learning_rates is not None, restoring, faults))
         tensors = model_tensors(model, inner, send_frozen=send_frozen)
         kind: type[OuterLoop] = ElasticLoop if engine.elastic else FixedLoop
-        applied = outer
+        anchor_optimizer = outer
         if sync.asynchronous:
             kind = AsynchronousLoop
             engine, outer = asynchronous_parts(engine, outer, sync)
-            applied = outer if engine.worker == 0 else SGD(lr=1.0)  # the others take over what worker 0 answers
+            # The others take over what worker 0 answers, and need no momentum of their own.
+            anchor_optimizer = outer if engine.worker == 0 else SGD(lr=1.0)
         growth = GrowingRounds(sync.growth, learning_rates) if sync.growth and learning_rates else None
         self.loop = kind(
             tensors,
             engine,
             sync,
-            applied,
+            anchor_optimizer,
             inner=inner,
             weight=weight,
             common=(outer, identity, faults),
             growth=growth,
             methods=chosen_methods(Options(sync, faults, engine, inner, tensors.averaged)),
-            restoring=restoring,
         )
-        self.loop.join()
+        self.loop.join(restoring=restoring)
         self.warm_start = WarmStart(self.loop) if sync.warm_start else None
         self.unfinished = UnfinishedSteps(self, engine.worker)
         if engine.workers == 1 and not engine.elastic:

@@ -98,13 +98,13 @@ class AsynchronousLoop(FixedLoop):
     def _fragment(self) -> Fragment:
         return self.state.fragments[0]
 
-    def take_part(self) -> None:
+    def join(self, *, restoring: bool) -> None:
         if self.state.num_fragments > 1:
             raise ConfigError(
                 "sync.asynchronous = true and a model with buffers that are averaged (batch norm): asynchronous "
                 "workers average parameters only; use synchronous rounds, or another normalization"
             )
-        super().take_part()
+        super().join(restoring=restoring)
         server = None
         if self.engine.worker == 0:
             vector = self.replica.lanes[0].sending[0].vector

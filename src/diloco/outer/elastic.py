@@ -60,7 +60,8 @@ class ElasticLoop(OuterLoop):
 
     # The start
 
-    def take_part(self) -> None:
+    def join(self, *, restoring: bool) -> None:
+        assert not restoring  # refused in arguments.py
         self._catch_up = CatchUp(self.state, self.replica, self.schedule)
         for lane in self.replica.lanes:
             lane.engine.serve_state(partial(self._served, lane))

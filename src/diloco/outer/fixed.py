@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 class FixedLoop(OuterLoop):
     """The outer loop over an engine whose workers are the same throughout."""
 
+    _restoring = False
     _started = False
     _last_round: int | None = None
     """Set once a worker stops: after this round every worker does."""
@@ -45,9 +46,10 @@ class FixedLoop(OuterLoop):
 
     # The start
 
-    def take_part(self) -> None:
+    def join(self, *, restoring: bool) -> None:
         """Take worker 0's parameters, as all do. Momentum is zero everywhere, and a state that is loaded next has it
         all."""
+        self._restoring = restoring
         self._nothing_missed()
         for lane in self.replica.lanes:
             lane.engine.serve_state(partial(self._served, lane))
@@ -56,7 +58,7 @@ class FixedLoop(OuterLoop):
         except RoundFailed as failure:
             raise EngineError(f"no worker gave its state to start from: {failure.reason}") from failure
         self._started = True
-        if self.restoring:
+        if restoring:
             return
         if states is not None:
             with self.state.lock:
@@ -85,7 +87,7 @@ class FixedLoop(OuterLoop):
             if self._started:
                 tensors = lane.outer_tensors() | lane.start_tensors()
             else:
-                tensors = {} if self.restoring else lane.anchors() | lane.start_tensors()
+                tensors = {} if self._restoring else lane.anchors() | lane.start_tensors()
             return GlobalState(tensors, self.state.served_numbers(), lane.layout_digest)
 
     # Rounds

@@ -92,18 +92,15 @@ class OuterLoop(ABC):
         common: tuple[object, ...] = (),
         growth: RoundLengths | None = None,
         methods: Sequence[Method] = (),
-        restoring: bool = False,
     ) -> None:
         """`join` comes next. `inner`: the inner optimizer, which must not get other parameters later.
 
         `common`: what else must be the same on all workers. `growth`: of the rounds, if their length is not constant.
-        `restoring`: a saved state is loaded next, so only the layouts are compared, and no tensor is sent.
         """
         self.engine = engine
         self.sync = sync
         self.weight = weight
         self.methods = tuple(methods)
-        self.restoring = restoring
         self.report = Report()
         self.counters = RoundCounters()
         self.in_flight: list[RoundInFlight] = []
@@ -118,10 +115,6 @@ class OuterLoop(ABC):
         self.evaluation = AnchorEvaluation(self.state, self.replica, serves_copies=self.serves_copies)
         for method in self.methods:
             method.begin(TrainingWorker(engine, self.schedule, self.state, self._training_seconds))
-
-    def join(self) -> None:
-        """Collective, before the first inner step: serve this worker's state, and take over the others'."""
-        self.take_part()
 
     @property
     def inner_steps(self) -> int:
@@ -174,8 +167,11 @@ class OuterLoop(ABC):
         return 0.0
 
     @abstractmethod
-    def take_part(self) -> None:
-        """Serve this worker's state, and take over the others'."""
+    def join(self, *, restoring: bool) -> None:
+        """Serve this worker's state, and take over the others'. Collective, before the first inner step.
+
+        `restoring`: a saved state is loaded next, so only the layouts are compared, and no tensor is sent.
+        """
 
     @abstractmethod
     def due(self) -> Iterable[int]:
