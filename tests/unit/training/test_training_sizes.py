@@ -42,7 +42,7 @@ from diloco.training.sizes.estimate import (
 )
 from diloco.training.sizes.memory import (
     ACTIVATIONS,
-    OF_WORKER_0,
+    ANCHOR_OF_WORKER_0,
     Placement,
     encoded_vectors,
     native_activations,
@@ -131,7 +131,7 @@ def test_what_is_told_of_asynchronous_workers_has_the_anchor_of_worker_0(
     [fragment], server = loop.state.fragments, loop.engine.server
     assert server is not None
     held = [*fragment.state.values(), server._anchor, *server._state.values(), server._vector.data]
-    assert sum(tensor.nbytes for tensor in held) <= sizes.memory[OF_WORKER_0]
+    assert sum(tensor.nbytes for tensor in held) <= sizes.memory[ANCHOR_OF_WORKER_0]
     sent = [event["bytes_sent"] for event in events_of(tmp_path / "run", "round") if event["worker"] == 1]
     assert sent[0] == sizes.round_bytes
 

@@ -34,7 +34,7 @@ from diloco.training.config.run import RunConfig, num_rounds, turns
 from diloco.training.micro_batches import budget_bytes, choices, estimated
 from diloco.training.sizes.memory import (
     ACTIVATIONS,
-    OF_WORKER_0,
+    ANCHOR_OF_WORKER_0,
     Placement,
     encoded_vectors,
     moments_vectors,
@@ -348,7 +348,7 @@ def warnings(config: RunConfig, sizes: Estimate, device: torch.device) -> list[s
 def memory_warning(config: RunConfig, sizes: Estimate) -> str | None:
     """Return what to say if the processes of this machine need more memory than it has."""
     each = sizes.process_bytes + sum(sizes.network_memory.values())
-    needed = sizes.processes * each - (sizes.processes - 1) * sizes.memory.get(OF_WORKER_0, 0)
+    needed = sizes.processes * each - (sizes.processes - 1) * sizes.memory.get(ANCHOR_OF_WORKER_0, 0)
     available = sizes.memory_available
     if available is None or needed <= available:
         return None

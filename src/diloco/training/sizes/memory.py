@@ -28,10 +28,10 @@ from diloco.models.registry import model_outline
 from diloco.training.compute import SHORT_TYPES, WORTH_COMPILING
 from diloco.training.config.run import RunConfig
 from diloco.training.inner import is_hidden_matrix
-from diloco.training.sizes.room import kept_copies
+from diloco.training.sizes.room import anchor_copies, kept_copies
 
 ACTIVATIONS = "activations, estimated"
-OF_WORKER_0 = "anchor that all workers move, of worker 0 alone"
+ANCHOR_OF_WORKER_0 = "anchor that all workers move, of worker 0 alone"
 _FP32 = 4
 _P2PD_BYTES = 70_000_000  # measured
 _META = torch.device("meta")
@@ -129,9 +129,8 @@ def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement,
             *rows,
             MemoryRow("encoded outer gradient", encoded),
             MemoryRow("anchor that arrives, and the way to it", 3 * copy),
-            MemoryRow(
-                OF_WORKER_0, 6 * copy + encoded * place.workers
-            ),  # where it is, is saved, and what arrives for it
+            # Once more while it is saved, and what arrives for it.
+            MemoryRow(ANCHOR_OF_WORKER_0, 2 * anchor_copies(config) * copy + encoded * place.workers),
         ]
     if not place.alone or swarm or not lossless or not sync.merges_at_once or sync.prune is not None:
         rows += [
