@@ -68,6 +68,8 @@ class RoundHistory:
     """The first worker of this machine that told the failure of the round (key True), and the first without (False)."""
     statistics: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(ROUND_STATISTICS))
     """The numbers of the round as a whole (ROUND_STATISTICS), by the last worker that told them."""
+    first_to_know: dict[str, int] = field(default_factory=dict)
+    """The first worker of this machine that told each of these numbers."""
     bytes_sent: int = 0
     """The bytes of the worker that sent most."""
     digests: dict[str, int] = field(default_factory=dict)
@@ -146,6 +148,7 @@ class RoundsHistory:
         round_.fragment = event.fragment
         round_.time = round_.time or event.time
         round_.first_to_tell.setdefault(event.failure is not None, event.worker)
+        round_.first_to_know = dict.fromkeys(_known_statistics(event), event.worker) | round_.first_to_know
         if event.failure is not None:
             round_.failure = event.failure
             self.failed.add(event.sequence)
@@ -160,8 +163,7 @@ class RoundsHistory:
             self.merged.add(event.sequence)
             for worker in event.contributors:
                 self.last_contributions[worker] = max(event.sequence, self.last_contributions.get(worker, 0))
-        known = {name: value for name in ROUND_STATISTICS if (value := getattr(event, name)) is not None}
-        round_.statistics |= known  # a worker that got the mean from another one afterwards knows less
+        round_.statistics |= _known_statistics(event)  # a worker that got the mean afterwards knows fewer
         round_.bytes_sent = max(round_.bytes_sent, event.bytes_sent)
         round_.contributors = list(event.contributors)
         refused_before = len(round_.refused)
@@ -259,6 +261,11 @@ class RoundsHistory:
         round_ = self.by_sequence.get(event.sequence)
         return round_ is not None and round_.first_to_tell.get(event.failure is not None) == event.worker
 
+    def was_first_to_know(self, event: RoundEndedEvent, statistic: str) -> bool:
+        """Return whether the event's worker was the first of this machine to tell this number of the round."""
+        round_ = self.by_sequence.get(event.sequence)
+        return round_ is not None and round_.first_to_know.get(statistic) == event.worker
+
     def last_merged(self) -> RoundHistory | None:
         """Return the merged round with the highest number."""
         return self.by_sequence[max(self.merged)] if self.merged else None
@@ -278,6 +285,10 @@ def mean_contributions(rounds: Sequence[RoundHistory]) -> float:
     """Return the mean number of contributions to a merged round; 1 if there is none."""
     counts = [len(round_.contributors) for round_ in rounds if round_.merged]
     return statistics.fmean(counts) if counts else 1.0
+
+
+def _known_statistics(event: RoundEndedEvent) -> dict[str, float]:
+    return {name: value for name in ROUND_STATISTICS if (value := getattr(event, name)) is not None}
 
 
 def _seconds(value: object) -> float:

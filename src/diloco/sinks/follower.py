@@ -198,10 +198,11 @@ def _round_numbers(event: RoundEndedEvent, history: RunHistory) -> Iterator[_Num
     step = event.step
     for name in _WORKER_NUMBERS_OF_A_ROUND:
         yield f"round/{name}", getattr(event, name), step, event.worker
+    for name in _NUMBERS_OF_A_ROUND:
+        if history.rounds.was_first_to_know(event, name):
+            yield f"round/{name}", getattr(event, name), step, None
     if not history.rounds.was_first_to_tell(event):
         return
-    for name in _NUMBERS_OF_A_ROUND:
-        yield f"round/{name}", getattr(event, name), step, None
     yield "round/contributors", len(event.contributors), step, None
     yield "round/failed", len(history.rounds.failed), step, None
     yield "round/refused", history.rounds.refused, step, None

@@ -12,9 +12,9 @@ from diloco.core.config import SyncConfig
 from diloco.dashboard.metrics import exposition
 from diloco.dashboard.series import series
 from diloco.dashboard.snapshot import snapshot
-from diloco.history.events import ROUND_STATISTICS, RoundEndedEvent
+from diloco.history.events import ROUND_STATISTICS, RoundEndedEvent, read_event
 from diloco.history.figures import RunFigures
-from diloco.history.run_history import read_history
+from diloco.history.run_history import RunHistory, read_history
 from diloco.outer.rounds import RoundEvent
 from diloco.plots.runs import panels_of, read_run
 from diloco.sinks.follower import points_of
@@ -76,6 +76,20 @@ def test_metrics_sinks_and_plots_have_every_statistic(name: str, folder: Path) -
     assert (f"round/{name}", VALUES[name]) in [(point.name, point.value) for point in points_of(event, history)]
     drawn = [value for panel in panels_of([read_run(folder, "run")]) for one in panel.series for value in one.y]
     assert VALUES[name] in drawn
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["tells first", "tells last"])
+def test_a_sink_has_each_number_of_a_round_once_whoever_tells_it_first(late: int) -> None:
+    events = [*(started(worker, 2) for worker in (0, 1)), *round_events(0, 2, 20)]
+    nothing = {"similarity": None, "codec_error": None, "cosines": []}
+    history = RunHistory()
+    points = []
+    for told in events:
+        event = read_event(told | nothing if told["type"] == "round" and told["worker"] == late else told)
+        history.update(event)
+        points += [(point.name, point.value) for point in points_of(event, history) if point.worker is None]
+    for name in ("similarity", "mean_norm", "seconds"):
+        assert [value for point, value in points if point == f"round/{name}"] == [{"mean_norm": 1.5}.get(name, 0.5)]
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["tells first", "tells last"])
