@@ -2,7 +2,13 @@
 import { $, colour, fill, make } from "./dom.js";
 import { duration } from "./format.js";
 
-export const PALETTE = ["#3a75b5", "#d1742f", "#3b9469", "#b25b93", "#c29a2b", "#5aa9c9", "#7a6bb5", "#a0604a", "#6c8a3d", "#c2586b", "#4f7f86"];
+export const PALETTE = [
+  "#3a75b5", "#d1742f", "#3b9469", "#b25b93", "#c29a2b", "#5aa9c9", "#7a6bb5", "#a0604a", "#6c8a3d", "#c2586b", "#4f7f86",
+];
+const TICK_SECONDS = [
+  1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800,
+];
+const MOST_TICKS = 8;
 export const AXES = {
   step: { label: "step", key: "step" },
   tokens: { label: "tokens", key: "tokens" },
@@ -10,10 +16,13 @@ export const AXES = {
   seconds: { label: "time", key: "seconds" },
 };
 
-export function line(x, y, { name = "", color, width = 1.6, dash = "solid", opacity = 1, axis = "y", markers = false, hover = null } = {}) {
+const LINE = { name: "", width: 1.6, dash: "solid", opacity: 1, axis: "y", markers: false, hover: null };
+
+export function line(x, y, options = {}) {
+  const { name, color, width, dash, opacity, axis, markers, hover } = { ...LINE, ...options };
   const trace = {
-    type: "scatter", x, y, name: escapeText(name), opacity, yaxis: axis, mode: markers ? "lines+markers" : "lines", connectgaps: false,
-    line: { color, width, dash }, hovertemplate: hover ?? `%{y:.4~g}<extra>${escapeText(name).replaceAll("%", "&#37;")}</extra>`,
+    type: "scatter", x, y, name: escapeText(name), opacity, yaxis: axis, mode: markers ? "lines+markers" : "lines",
+    connectgaps: false, line: { color, width, dash }, hovertemplate: hover ?? `%{y:.4~g}<extra>${escapeHover(name)}</extra>`,
   };
   if (markers) trace.marker = { color, size: 6, line: { color: colour("panel"), width: 1.2 } };
   return trace;
@@ -31,7 +40,9 @@ export function fade(color, alpha) {
 }
 
 // Plotly reads a little HTML in names: a name from a run must not be any.
-export const escapeText = (text) => String(text).replace(/[&<>]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[sign]);
+const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
+const escapeText = (text) => String(text).replace(/[&<>]/g, (sign) => ESCAPES[sign]);
+const escapeHover = (text) => escapeText(text).replaceAll("%", "&#37;"); // there % begins a value
 
 // A colour for each run, by its name: the same whatever else is shown, and after a reload. Two runs that are shown
 // together and would have the same one get different ones, which they keep.
@@ -60,8 +71,7 @@ function hash(text) {
 // The curve; smoothed, with what was measured behind it and both values in the tooltip.
 export function smoothed(x, values, weight, options) {
   if (!weight) return [line(x, values, options)];
-  const name = escapeText(options.name ?? "").replaceAll("%", "&#37;");
-  const hover = `%{y:.4~g} (measured %{customdata:.4~g})<extra>${name}</extra>`;
+  const hover = `%{y:.4~g} (measured %{customdata:.4~g})<extra>${escapeHover(options.name ?? "")}</extra>`;
   const raw = line(x, values, { ...options, name: "", width: 1, opacity: 0.25 });
   return [{ ...raw, hoverinfo: "skip", hovertemplate: null, showlegend: false },
     { ...line(x, smooth(values, weight), { ...options, hover }), customdata: values }];
@@ -69,7 +79,8 @@ export function smoothed(x, values, weight, options) {
 
 export function smooth(values, weight) {
   if (!weight) return values;
-  let mean = 0, total = 0;
+  let mean = 0;
+  let total = 0;
   return values.map((value) => {
     if (value === null) return null;
     mean = mean * weight + value * (1 - weight);
@@ -78,7 +89,11 @@ export function smooth(values, weight) {
   });
 }
 
-export function show(id, traces, { axis = "step", log = false, y = {}, y2 = null, legend = false, empty = "nothing yet" } = {}) {
+const CHART = { axis: "step", log: false, y: {}, y2: null, legend: false, empty: "nothing yet" };
+
+// Draws a chart into the element `id`, or the text `empty` if there are no points. `log`: a logarithmic x axis.
+export function show(id, traces, options = {}) {
+  const { axis, log, y, y2, legend, empty } = { ...CHART, ...options };
   const target = $(id);
   if (!traces.some((trace) => trace.x?.length)) {
     if (target.querySelector(".main-svg")) window.Plotly.purge(target);
@@ -86,31 +101,39 @@ export function show(id, traces, { axis = "step", log = false, y = {}, y2 = null
     return;
   }
   target.querySelector(".empty")?.remove();
-  const grid = { gridcolor: colour("grid"), zeroline: false, linecolor: colour("line"), tickcolor: colour("line"), automargin: true };
+  const lineColor = colour("line");
+  const hoverFont = { color: colour("ink"), size: 12, family: colour("sans") };
+  const grid = { gridcolor: colour("grid"), zeroline: false, linecolor: lineColor, tickcolor: lineColor, automargin: true };
+  const x = log ? logAxis(axis) : xAxis(axis, traces);
   const layout = {
     margin: { l: 46, r: y2 ? 46 : 8, t: legend ? 26 : 8, b: 34 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "x unified", showlegend: legend,
     font: { family: colour("sans"), size: 11, color: colour("soft") },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", bgcolor: "rgba(0,0,0,0)", font: { size: 11 } },
-    hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("ink"), size: 12, family: colour("sans") } },
-    xaxis: { ...grid, showgrid: false, ...(log ? logAxis(axis) : xAxis(axis, traces)), spikecolor: colour("faint"), spikethickness: -2 },
+    hoverlabel: { bgcolor: colour("panel"), bordercolor: lineColor, font: hoverFont },
+    xaxis: { ...grid, showgrid: false, ...x, spikecolor: colour("faint"), spikethickness: -2 },
     yaxis: { ...grid, ...y },
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     uirevision: axis + log + (y.type ?? ""),
   };
-  if (y2) layout.yaxis2 = { ...grid, tickmode: y2.dtick ? "linear" : "auto", showgrid: false, overlaying: "y", side: "right", ...y2 };
+  if (y2) {
+    const tickmode = y2.dtick ? "linear" : "auto";
+    layout.yaxis2 = { ...grid, tickmode, showgrid: false, overlaying: "y", side: "right", ...y2 };
+  }
   window.Plotly.react(target, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset" });
 }
 
 const titleOf = (axis) => ({ text: AXES[axis].label, font: { size: 11, color: colour("faint") }, standoff: 6 });
-const logAxis = (axis) => ({ title: titleOf(axis), type: "log", exponentformat: "SI", ticksuffix: "B", hoverformat: ".3~s", dtick: 1 });
+const logAxis = (axis) => ({
+  title: titleOf(axis), type: "log", exponentformat: "SI", ticksuffix: "B", hoverformat: ".3~s", dtick: 1,
+});
 
 function xAxis(axis, traces) {
   const title = titleOf(axis);
   if (axis !== "seconds") return { title, tickformat: "~s", hoverformat: axis === "step" ? ",d" : ".3~s" };
   let longest = 0;
   for (const trace of traces) for (const x of trace.x ?? []) if (x > longest) longest = x;
-  const every = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800].find((size) => longest / size <= 8) ?? longest / 6;
+  const every = TICK_SECONDS.find((seconds) => longest / seconds <= MOST_TICKS) ?? longest / 6;
   const ticks = Array.from({ length: Math.floor(longest / every) + 1 }, (_, index) => index * every);
   return { title, tickvals: ticks, ticktext: ticks.map(duration), hoverformat: ",.0f" };
 }

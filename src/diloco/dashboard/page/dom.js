@@ -21,6 +21,11 @@ export function draw(tag, attributes = {}, ...children) {
 }
 
 export const fill = (target, ...children) => target.replaceChildren(...children.filter(Boolean));
-export const say = (id, text) => { const element = $(id); if (element.textContent !== text) element.textContent = text; };
-export const facts = (rows) => rows.flatMap(([name, value, kind]) => [make("dt", {}, name), make("dd", { class: kind ?? null }, value)]);
+export const say = (id, text) => {
+  const element = $(id);
+  if (element.textContent !== text) element.textContent = text;
+};
+// Rows [name, value, kind] as the entries of a description list.
+export const facts = (rows) => rows.flatMap(([name, value, kind]) =>
+  [make("dt", {}, name), make("dd", { class: kind ?? null }, value)]);
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

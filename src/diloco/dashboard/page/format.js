@@ -22,7 +22,12 @@ export function short(value, unit = "") {
 }
 
 export const bytes = (value) => short(value, "B");
-export const share = (value) => (Number.isFinite(value) && value !== null ? `${(100 * value).toFixed(value > 0.995 && value < 0.9995 ? 1 : 0)} %` : missing);
+
+export function share(value) {
+  if (!Number.isFinite(value)) return missing;
+  const digits = value > 0.995 && value < 0.9995 ? 1 : 0; // 99.9 % is not 100 %
+  return `${(100 * value).toFixed(digits)} %`;
+}
 
 export function bits(bytesPerSecond) {
   if (bytesPerSecond === null || !Number.isFinite(bytesPerSecond)) return missing;
@@ -33,14 +38,19 @@ export function bits(bytesPerSecond) {
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return missing;
   if (seconds < 60) return `${seconds < 10 ? Number(seconds.toFixed(1)) : Math.round(seconds)} s`;
-  const total = Math.round(seconds), days = Math.floor(total / 86400), two = (n) => String(n).padStart(2, "0");
-  const [h, m, s] = [Math.floor((total % 86400) / 3600), Math.floor((total % 3600) / 60), total % 60];
-  if (days) return `${days} d ${h} h`;
-  return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
+  const total = Math.round(seconds);
+  const days = Math.floor(total / 86400);
+  const hours = Math.floor((total % 86400) / 3600);
+  const minutes = Math.floor((total % 3600) / 60);
+  const padded = (number) => String(number).padStart(2, "0");
+  if (days) return `${days} d ${hours} h`;
+  return hours ? `${hours}:${padded(minutes)}:${padded(total % 60)}` : `${minutes}:${padded(total % 60)}`;
 }
 
-export const clock = (time) => new Date(1000 * time).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
-export const date = (time) => new Date(1000 * time).toLocaleString([], { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
+const CLOCK = { hour: "2-digit", minute: "2-digit", second: "2-digit" };
+const DATE = { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" };
+export const clock = (time) => new Date(1000 * time).toLocaleTimeString([], CLOCK);
+export const date = (time) => new Date(1000 * time).toLocaleString([], DATE);
 
 // 3 -> "a moment ago", 75 -> "1 min ago"
 export function ago(seconds) {

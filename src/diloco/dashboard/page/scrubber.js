@@ -2,23 +2,31 @@
 import { $ } from "./dom.js";
 import { clock, duration, sinceStart } from "./format.js";
 
-const REPLAY_SECONDS = 30, TICK = 250;
+const REPLAY_SECONDS = 30;
+const TICK_MILLISECONDS = 250;
 
 export class Scrubber {
   // `changed(until)`: a moment was chosen; null: now.
   constructor(changed) {
     this.changed = changed;
     this.until = null;
-    this.first = this.last = null;
+    this.first = null;
+    this.last = null;
     this.timer = null;
-    $("moment").addEventListener("input", () => { const until = this.fromSlider(); this.stop(); this.choose(until); });
+    $("moment").addEventListener("input", () => {
+      const until = this.fromSlider();
+      this.stop();
+      this.choose(until);
+    });
     $("live").addEventListener("click", () => this.live());
     $("play").addEventListener("click", () => this.toggle());
     this.show();
   }
 
   range(state) {
-    [this.first, this.last, this.state] = [state.first_time, state.last_time, state];
+    this.first = state.first_time;
+    this.last = state.last_time;
+    this.state = state;
     this.show();
   }
 
@@ -40,17 +48,24 @@ export class Scrubber {
     this.choose(next >= this.last ? null : Math.max(this.first, next));
   }
 
-  live() { this.stop(); this.choose(null); }
+  live() {
+    this.stop();
+    this.choose(null);
+  }
 
-  toggle() { if (this.timer) this.stop(); else this.play(); }
+  toggle() {
+    if (this.timer) this.stop();
+    else this.play();
+  }
 
   play() {
     if (this.first === null) return;
     if (this.until === null) this.until = this.first;
     this.timer = setInterval(() => {
-      const next = this.until + ((this.last - this.first) * TICK) / (1000 * REPLAY_SECONDS);
-      if (next >= this.last) this.live(); else this.choose(next);
-    }, TICK);
+      const next = this.until + ((this.last - this.first) * TICK_MILLISECONDS) / (1000 * REPLAY_SECONDS);
+      if (next >= this.last) this.live();
+      else this.choose(next);
+    }, TICK_MILLISECONDS);
     this.show();
   }
 
@@ -61,7 +76,8 @@ export class Scrubber {
   }
 
   show() {
-    const moment = $("moment"), length = this.last - this.first;
+    const moment = $("moment");
+    const length = this.last - this.first;
     moment.disabled = $("play").disabled = this.first === null || length <= 0;
     moment.value = this.until === null || length <= 0 ? 1000 : Math.round((1000 * (this.until - this.first)) / length);
     const at = this.until ?? this.last;
