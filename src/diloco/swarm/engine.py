@@ -216,7 +216,8 @@ class SwarmEngine(Engine):
     @property
     def roster(self) -> tuple[int, ...]:
         """The numbers of all live workers that have the state."""
-        return tuple(one.number for one in self._status.members if one.live and one.has_state and one.number >= 0)
+        members = self._status.members
+        return tuple(member.number for member in members if member.live and member.has_state and member.number >= 0)
 
     def _request_until_answered(self, request: Callable[[int], Request], what: str, seconds: float) -> tuple[Any, int]:
         """Repeats the request if the sidecar is lost. Also returns how many sidecars had been lost at the request."""
@@ -258,7 +259,8 @@ class SwarmEngine(Engine):
             case messages.StatusReport():
                 if message.status is not None:
                     self._status = message.status
-                    self._workers = max(1, sum(one.live and one.number >= 0 for one in message.status.members))
+                    numbered = [member.live and member.number >= 0 for member in message.status.members]
+                    self._workers = max(1, sum(numbered))
             case messages.PostAtOnce():
                 self._due_round = max(self._due_round, message.sequence)
             case messages.MakeSnapshot():

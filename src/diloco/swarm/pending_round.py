@@ -191,7 +191,7 @@ class SwarmRound(PendingRound):
         assert posted is not None
         if outcome.failure is None and outcome.total_weight > 0 and not self._has_mean:
             self._copy_mean(posted)
-        members = tuple(_member(one) for one in outcome.present)
+        members = tuple(_member(present) for present in outcome.present)
         self._owner.on_round_ended(posted, outcome, members)
         if outcome.fatal:
             raise Excluded(outcome.failure or "the swarm has excluded this worker")

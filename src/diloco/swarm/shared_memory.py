@@ -69,8 +69,8 @@ class KeptMappings:
     def same(self, memory: SharedMemory) -> SharedMemory:
         """Return the mapping of this memory that is kept; from now on `memory` itself if there is none."""
         key = (os.fstat(memory.fd).st_ino, memory.num_bytes)
-        found = self._kept.setdefault(key, memory)
+        kept = self._kept.setdefault(key, memory)
         self._kept.move_to_end(key)
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
-        return found
+        return kept

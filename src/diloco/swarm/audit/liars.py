@@ -7,6 +7,7 @@ number of members say the same.
 
 import logging
 from collections.abc import Sequence
+from itertools import combinations
 
 from diloco.swarm.audit.long_parts import Encoding, are_long, has_signed_contribution
 from diloco.swarm.network.transport import CallRefused, Unreachable
@@ -187,14 +188,12 @@ def has_signed_both(notary: Notary, lie: TwoRanges) -> bool:
 
 
 def find_two_ranges(plan: Plan, means: Sequence[Vote | Certificate]) -> TwoRanges | None:
-    """Proof against a reducer that has signed two digests of its range in `means`, whose signatures have been
+    """Find proof against a reducer that has signed two digests of its range in `means`, whose signatures have been
     checked."""
-    for one in means:
-        for other in means:
-            names = reducers(plan, one.num_parts)
-            if one.num_parts != other.num_parts:
-                continue
-            for peer, first, second in zip(names, one.ranges, other.ranges, strict=True):
+    for mean, other in combinations(means, 2):
+        if mean.num_parts == other.num_parts:
+            names = reducers(plan, mean.num_parts)
+            for peer, first, second in zip(names, mean.ranges, other.ranges, strict=True):
                 if (first.digest, first.directions) != (second.digest, second.directions):
                     return TwoRanges(plan.key, plan.digest, peer, first, second)
     return None

@@ -244,7 +244,8 @@ class MeanCheck:
             if early is not None:
                 self._add(round_, entry.peer, 0, early)
         while True:
-            missing = [e.peer for e in plan.contributors if not _is_whole(round_.numbers.get(e.peer))]
+            names = [entry.peer for entry in plan.contributors]
+            missing = [peer for peer in names if not _is_whole(round_.numbers.get(peer))]
             live = [peer for peer in missing if self._members.is_live(peer)]
             if not missing or not live or clock.now() > end:
                 return live or missing

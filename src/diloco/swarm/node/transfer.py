@@ -89,9 +89,11 @@ class Transfer:
         self._ranges = plan.ranges(posted.num_parts)
         self._mine = self._ranges.get(transport.peer, range(0))
         size = len(self._mine) * self._width
-        self._parts = {e.peer: blank(0 if e.peer == transport.peer else size) for e in plan.contributors}
-        if transport.peer in self._parts:
-            self._parts[transport.peer] = self._contribution(self._mine)
+        self._parts: dict[str, memoryview] = {}
+        """The parts of this worker's range, by contributor; its own are there already."""
+        for entry in plan.contributors:
+            is_own = entry.peer == transport.peer
+            self._parts[entry.peer] = self._contribution(self._mine) if is_own else blank(size)
         self._arrived = {peer: len(self._mine) if peer == transport.peer else 0 for peer in self._parts}
         self._own_comparison = self._others_comparison = Comparison.empty(len(plan.contributors))
         self._reduced = 0

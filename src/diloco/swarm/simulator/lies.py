@@ -250,9 +250,9 @@ def certifies_two_plans(
         return made, certificate
 
     async def conclude(led: LedRound) -> None:
-        there = [worker for half in halves for worker in half if worker.name in led.ready]
+        present = [worker for half in halves for worker in half if worker.name in led.ready]
         banned = leader.node.permissions.bans()
-        if led._members.me != leader.name or not all(liar.name in led.ready for liar in liars) or not there or banned:
+        if led._members.me != leader.name or not all(liar.name in led.ready for liar in liars) or not present or banned:
             await honest(led)
             return
         terms = led._gathered.settle(led._own_terms())
@@ -260,18 +260,20 @@ def certifies_two_plans(
         ends = []
         for half, attempt in zip(halves, attempts, strict=True):
             names = {worker.name for worker in [*liars, *half]}
-            entries = tuple(sorted((e for e in led.ready.values() if e.peer in names), key=lambda e: e.number))
+            entries = tuple(
+                sorted((entry for entry in led.ready.values() if entry.peer in names), key=lambda entry: entry.number)
+            )
             shares = tuple(int(entry.peer not in {liar.name for liar in liars}) for entry in entries)
             if any(shares):
                 led.authority = led.authority._replace(attempt=attempt)
                 made = Plan(
                     RoundKey(led.key.sequence, terms.fragment), led.authority, leader.name, entries,
-                    tuple(e.number for e in entries), True, terms.max_norm_ratio, terms.merge, shares,
-                    (), tuple(e.number for e in entries), led._quorum.last_ended,
+                    tuple(entry.number for entry in entries), True, terms.max_norm_ratio, terms.merge, shares,
+                    (), tuple(entry.number for entry in entries), led._quorum.last_ended,
                 )  # fmt: skip
                 try:
                     ends.append(await end(led, made, half))
-                except (CallRefused, Unreachable, TimeoutError, TransferFailed):
+                except (CallRefused, Unreachable, TimeoutError, TransferFailed, Lie):
                     continue
         for liar in liars:
             own = liar.node.participant.rounds.get(led.key.sequence)
@@ -317,10 +319,10 @@ def accuses(
     honest = Transfer.run
 
     async def run(transfer: Transfer) -> None:
-        there = [victim.name for victim in victims if transfer.plan.entry(victim.name) is not None]
-        if transfer._transport.peer == liar.name and there:
+        present = [victim.name for victim in victims if transfer.plan.entry(victim.name) is not None]
+        if transfer._transport.peer == liar.name and present:
             reason = "its parts have the norm 900, it claimed 1"
-            raise Lie(there[0], reason) if lie else TransferFailed(there[0], reason, withheld=withheld)
+            raise Lie(present[0], reason) if lie else TransferFailed(present[0], reason, withheld=withheld)
         await honest(transfer)
 
     patch.setattr(Transfer, "run", run)
