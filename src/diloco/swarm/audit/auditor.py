@@ -9,9 +9,9 @@ a state          is taken over only if other members have the same              
 """
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 from diloco.swarm.audit import merkle
 from diloco.swarm.audit.directions import find_opposed
@@ -74,8 +74,7 @@ class Auditor(Audit):
     async def digest_of(self, snapshot: Snapshot) -> bytes:
         return await self.witnesses.digest(snapshot, own=True)
 
-    @asynccontextmanager
-    async def check_state(
+    def check_state(
         self,
         source: str,
         snapshot: Snapshot,
@@ -83,9 +82,8 @@ class Auditor(Audit):
         *,
         is_newcomer: bool,
         ask_end: Callable[[int], Awaitable[Agreed | None]],
-    ) -> AsyncIterator[StateAudit]:
-        async with self.witnesses.check(source, snapshot, digest, is_newcomer=is_newcomer, ask_end=ask_end) as offered:
-            yield offered
+    ) -> AbstractAsyncContextManager[StateAudit]:
+        return self.witnesses.check(source, snapshot, digest, is_newcomer=is_newcomer, ask_end=ask_end)
 
     def disagreement_seconds(self) -> float:
         return self.witnesses.disagreement_seconds()

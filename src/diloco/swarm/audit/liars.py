@@ -6,6 +6,7 @@ number of members say the same.
 """
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -31,6 +32,8 @@ class Liars:
         self._calls = calls
         self._notary = notary
         self._quorum = quorum
+        self._compared_ends: deque[tuple[int, bytes]] = deque(maxlen=64)
+        """The ends of rounds elsewhere that were compared with those here: rounds, and digests of plans."""
         self.encodings: dict[int, Encoding] = {}
         """Fragment -> the encoding of contributions to the rounds that this worker has posted."""
 
@@ -41,10 +44,14 @@ class Liars:
             self.record(proof, self._two_ranges(proof))
 
     def compare_ends(self, one: Agreed, other: Agreed) -> None:
-        """Two ways in which a round has ended: ban the workers that have made that possible.
+        """A round has ended in two ways, here (`one`) and elsewhere: ban the workers that have made that possible.
 
         If it is not proved, the leaders of both are passed over: another one brings the workers of both together.
         """
+        end = (other.plan.key.sequence, other.plan.digest)
+        if end in self._compared_ends:
+            return
+        self._compared_ends.append(end)
         if one.plan.digest == other.plan.digest:
             self.compare(one.plan, [one.certificate, other.certificate])
             return

@@ -12,9 +12,9 @@ audit/ is known to node/ and protocol/.
 
 # ruff: noqa: ARG002 - a worker that trusts all others reads none of it
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from diloco.swarm.node.calls import Calls
@@ -140,6 +140,8 @@ class StateAudit:
 
 
 class Audit:
+    """The audit of a node, asked from its start to its end."""
+
     def __init__(self, node: AuditedNode) -> None:
         pass
 
@@ -160,7 +162,7 @@ class Audit:
         """Several means of one plan have been told here; their signatures are right."""
 
     def compare_ends(self, one: Agreed, other: Agreed) -> None:
-        """A round has ended in two ways; their signatures are right."""
+        """A round has ended in two ways, here and elsewhere; their signatures are right."""
 
     def record_lie(self, lie: Lie, sequence: int) -> None:
         """A transfer of round `sequence` has failed for this lie."""
@@ -174,8 +176,7 @@ class Audit:
         """Return 32 bytes that go with this worker's own state: the digest of what all members have alike."""
         return bytes(32)
 
-    @asynccontextmanager
-    async def check_state(
+    def check_state(
         self,
         source: str,
         snapshot: Snapshot,
@@ -183,12 +184,12 @@ class Audit:
         *,
         is_newcomer: bool,
         ask_end: Callable[[int], Awaitable[Agreed | None]],
-    ) -> AsyncIterator[StateAudit]:
+    ) -> AbstractAsyncContextManager[StateAudit]:
         """While the context lasts, the state arrives that `source` offers with this digest. Raises AnotherState.
 
         `is_newcomer`: this worker has been in no round yet. `ask_end`: asks the source for the end of a round.
         """
-        yield StateAudit()
+        return nullcontext(StateAudit())
 
     def disagreement_seconds(self) -> float:
         """Return how long ago this worker first refused a state, of those since it last took one over; 0 if it refused

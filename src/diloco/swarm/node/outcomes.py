@@ -10,7 +10,6 @@ No mean counts without a certificate (protocol/certificate.py): that most worker
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -60,8 +59,6 @@ class Outcomes:
         self.heartbeats.on_other_end = self._compare_ends
         self._told_lost: LruCache[float] = LruCache(MAX_WORKERS)
         """Member -> when it last told of lost rounds."""
-        self._settled: deque[tuple[int, bytes]] = deque(maxlen=64)
-        """Rounds that have ended in two ways, and the plans of the other members."""
         self._comparing: set[str] = set()
         """Members that are asked how a round has ended, which they have ended with another plan."""
         self.missed = MissedRounds()
@@ -265,15 +262,8 @@ class Outcomes:
         agreed = Agreed(answer.plan, answer.certificate)
         own = self.recent.get(answer.plan.key.sequence)
         if own is not None and (own.plan.digest, own.certificate.mean) != (agreed.plan.digest, agreed.certificate.mean):
-            self._settle_ends(Agreed(own.plan, own.certificate), agreed)
+            self.audit.compare_ends(Agreed(own.plan, own.certificate), agreed)
         return agreed
-
-    def _settle_ends(self, own: Agreed, other: Agreed) -> None:
-        """Find the liars behind two ends of a round, once for each round and plan."""
-        ends = (own.plan.key.sequence, other.plan.digest)
-        if ends not in self._settled:
-            self._settled.append(ends)
-            self.audit.compare_ends(own, other)
 
     async def fetch_mean(self, agreed: Agreed, peer: str, moved: Callable[[], None] = lambda: None) -> bytes:
         """Fetch the encoded mean of an ended round; `moved` is called for each piece. Raises Unreachable or
