@@ -49,7 +49,7 @@ def shows(worker: MemoryWorker, answer: PeerMessage) -> None:
     async def show(_: str, __: AskPart) -> PeerMessage:
         return answer
 
-    worker.auditor.means.show = show  # type: ignore[method-assign]
+    worker.auditor.mean_check.show = show  # type: ignore[method-assign]
 
 
 # The tree
@@ -76,7 +76,7 @@ def test_a_member_that_asks_for_parts_without_end_costs_no_hash_and_gets_a_bound
     async def story(swarm: MemorySwarm) -> tuple[int, int, bool]:
         first, second, third = workers = await founded(swarm, 3)
         await some_rounds(workers, 1)
-        check = first.auditor.means
+        check = first.auditor.mean_check
         [plan_] = (bytes.fromhex(name) for name in list(check._rounds))
         monkeypatch.delattr(merkle, "_node")
         shown, refused = 0, 0
@@ -263,7 +263,7 @@ def test_honest_rounds_open_no_part_and_name_no_worker(name: str, monkeypatch: p
         for worker in workers:
             worker.codec = name
         await some_rounds(workers, 2)
-        return banned(workers), [len(worker.auditor.means._rounds) for worker in workers]
+        return banned(workers), [len(worker.auditor.mean_check._rounds) for worker in workers]
 
     bans, checked = told(story)
     assert bans == [set()] * 4 and checked == [2] * 4 and opened == []
@@ -315,7 +315,7 @@ def test_a_reducer_that_gives_all_the_same_wrong_mean_is_named_by_every_honest_w
         await some_rounds(workers, 1)
         reduces_wrongly(liar, torch.neg, monkeypatch)
         if hidden:
-            liar.auditor.means.begin = lambda *_: None  # type: ignore[method-assign]
+            liar.auditor.mean_check.begin = lambda *_: None  # type: ignore[method-assign]
         seen = []
         for sequence in range(1, 5 if hidden else 3):
             lying = asyncio.create_task(liar.post(values(number, sequence, NUMEL), sequence=sequence, seconds=6.0))
@@ -388,7 +388,7 @@ def test_not_to_show_a_part_is_an_offence_unless_the_worker_was_restarted_since(
     async def story(swarm: MemorySwarm) -> list[str]:
         first, second, *_ = workers = await founded(swarm, 3)
         await some_rounds(workers, 1)
-        check, offences = first.auditor.means, list[str]()
+        check, offences = first.auditor.mean_check, list[str]()
         check._liars.record_unproved = lambda peer, _: offences.append(peer)  # type: ignore[method-assign]
         shows(second, NotHere())
         [round_] = (check._rounds.get(name) for name in list(check._rounds))
@@ -427,9 +427,9 @@ def test_a_large_contribution_can_be_shown_though_the_trainer_writes_the_next_on
             return
 
         for worker in workers:
-            check = worker.auditor.means
+            check = worker.auditor.mean_check
             check._liars.record_unproved = lambda _, reason: offences.append(reason)  # type: ignore[method-assign]
-        workers[1].auditor.means._tell = tell  # type: ignore[method-assign]
+        workers[1].auditor.mean_check._tell = tell  # type: ignore[method-assign]
         await asyncio.gather(*(post(worker) for worker in workers))
         await asyncio.sleep(30.0)
         return offences
@@ -446,7 +446,7 @@ def test_not_to_show_a_part_is_an_offence_as_long_as_a_contribution_must_be_kept
     async def story(swarm: MemorySwarm) -> tuple[list[str], bool]:
         *others, asleep = workers = await founded(swarm, 4)
         await some_rounds(workers, 1)
-        check, offences = asleep.auditor.means, list[str]()
+        check, offences = asleep.auditor.mean_check, list[str]()
         [round_] = (check._rounds.get(name) for name in list(check._rounds))
         assert round_ is not None
         monkeypatch.setattr(own_contributions, "_MOST_BYTES", 3 * round_.posted.contribution.num_bytes)
@@ -456,7 +456,7 @@ def test_not_to_show_a_part_is_an_offence_as_long_as_a_contribution_must_be_kept
         swarm.network.cut.clear()
         await asyncio.sleep(3.0)
         request = AskPart(round_.agreed.plan.digest, 0)
-        shown = isinstance(await others[0].auditor.means.show("peer", request), Part)
+        shown = isinstance(await others[0].auditor.mean_check.show("peer", request), Part)
         shows(others[0], NotHere())
         assert await check._shown_part(round_, others[0].name, b"", 0) is None
         return offences, shown
@@ -488,7 +488,7 @@ def test_a_worker_that_is_bound_to_a_part_of_another_size_is_named_and_the_check
     async def story(swarm: MemorySwarm) -> tuple[list[str], bool]:
         first, second, *_ = workers = await founded(swarm, 3)
         await some_rounds(workers, 1)
-        check, offences = first.auditor.means, list[str]()
+        check, offences = first.auditor.mean_check, list[str]()
         check._liars.record_unproved = lambda peer, _: offences.append(peer)  # type: ignore[method-assign]
         [round_] = (check._rounds.get(name) for name in list(check._rounds))
         assert round_ is not None

@@ -36,7 +36,7 @@ class Auditor(Audit):
         self.notary = node.notary
         self.me = node.members.me
         self.liars = Liars(node.members, node.calls, node.notary, node.quorum)
-        self.means = MeanCheck(node.members, node.calls, self.liars)
+        self.mean_check = MeanCheck(node.members, node.calls, self.liars)
         self.witnesses = Witnesses(node.members, node.calls, self.liars, node.quorum, node.take_snapshot)
 
     # A round
@@ -47,7 +47,7 @@ class Auditor(Audit):
         return AuditedRound(self, posted, leaves)
 
     async def copied(self) -> None:
-        await self.means.own.copied()
+        await self.mean_check.own.copied()
 
     def find_opposed(self, plan: Plan, num_parts: int, ranges: Sequence[SignedRange]) -> AbstractSet[str]:
         return find_opposed(plan, num_parts, ranges).keys()
@@ -96,9 +96,9 @@ class Auditor(Audit):
     async def answer(self, peer: str, request: PeerMessage) -> PeerMessage:
         match request:
             case Projections():
-                return self.means.record(peer, request)
+                return self.mean_check.record(peer, request)
             case AskPart():
-                return await self.means.show(peer, request)
+                return await self.mean_check.show(peer, request)
             case Proof():
                 return self.liars.answer(request)
             case AskStateDigest():
@@ -115,7 +115,7 @@ class AuditedRound(RoundAudit):
         self.root = merkle.root(leaves)
 
     def follow(self, plan: Plan) -> AuditedTransfer:
-        self._auditor.means.own.keep(plan, self._posted, self.leaves)
+        self._auditor.mean_check.own.keep(plan, self._posted, self.leaves)
         return AuditedTransfer(plan, self._posted, self.leaves, self._auditor.notary, self._auditor.me)
 
     def find_opposed(self, plan: Plan, ranges: tuple[SignedRange, ...]) -> AbstractSet[str]:
@@ -123,10 +123,10 @@ class AuditedRound(RoundAudit):
         for peer, cosine in opposed.items():
             logger.info("round %d: the contribution of %s has the cosine %.2f", plan.key.sequence, peer, cosine)
         if opposed:
-            self._auditor.means.begin_opposed(plan, self._posted, ranges, opposed)
+            self._auditor.mean_check.begin_opposed(plan, self._posted, ranges, opposed)
         return opposed.keys()
 
     def end(self, agreed: Agreed, mean: Bytes | None, copied: Callable[[], Awaitable[None]]) -> None:
         self._auditor.liars.count_offences(agreed)
         if mean is not None:
-            self._auditor.means.begin(agreed, self._posted, self.leaves, mean, copied)
+            self._auditor.mean_check.begin(agreed, self._posted, self.leaves, mean, copied)

@@ -383,8 +383,7 @@ class P2pdTransport(Transport):
 
     @contextlib.asynccontextmanager
     async def _running(self, peer: str, seconds: float = timing.DAEMON_ASK_SECONDS) -> AsyncIterator[Control]:
-        """Return a running p2pd's control, for a request about this peer: its errors become Unreachable and
-        CallRefused."""
+        """Give p2pd's control for a request about this peer: its errors become Unreachable and CallRefused."""
         try:
             async with asyncio.timeout(seconds):
                 async with self._restarting:
