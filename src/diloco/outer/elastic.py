@@ -89,9 +89,9 @@ class ElasticLoop(OuterLoop):
     # What is due
 
     def due(self) -> Iterator[int]:
-        """Find the rounds of the schedule, and rounds that the others will not wait for any longer.
+        """Yield the fragments of rounds that are due, and of rounds that the others will not wait for any longer.
 
-        Each fragment once at most: a worker that is ahead of the others takes a step before it posts the next round.
+        Each at most once: a worker that is ahead of the others takes a step before it posts the next round.
         """
         posted: set[int] = set()
         if self.tells_progress:

@@ -93,7 +93,7 @@ class FixedLoop(OuterLoop):
     # Rounds
 
     def due(self) -> Iterator[int]:
-        """Find the fragments of the schedule whose time the last inner step has reached, or passed."""
+        """Yield the fragments of the schedule whose time the last inner step has reached, or passed."""
         self._first_of_step = self.state.sequence
         for position in self.reached_positions():
             for index in self.schedule.posts_at(position):

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from typing import ClassVar
@@ -174,8 +174,8 @@ class OuterLoop(ABC):
         """
 
     @abstractmethod
-    def due(self) -> Iterable[int]:
-        """Find the fragments to post after the inner steps taken so far, in order."""
+    def due(self) -> Iterator[int]:
+        """Yield the fragments to post after the inner steps taken so far, in order, each once it may be posted."""
 
     @abstractmethod
     def got_result(self, posted: RoundInFlight, result: RoundResult) -> None:
