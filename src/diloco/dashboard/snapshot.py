@@ -191,5 +191,8 @@ def _status(figures: RunFigures, summary: Json | None, now: float) -> str:
     if summary is not None and isinstance(summary.get("status"), str):
         return str(summary["status"])
     if local and not any(worker.active for worker in local):
-        return "failed" if all(worker.state == "failed" for worker in local) else "complete"
+        if all(worker.state == "failed" for worker in local):
+            return "failed"
+        ends = [worker.history.ended for worker in local]
+        return "stopped" if any(end is not None and end.stopped_early for end in ends) else "complete"
     return "silent" if last is not None and now - last > SILENT_SECONDS else running

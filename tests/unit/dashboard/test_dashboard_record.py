@@ -494,6 +494,14 @@ def test_the_last_round_of_a_member_is_that_of_the_rounds_and_not_of_the_last_li
     assert member["contributed"] == 1 and member["joined"] == START, "it was there from its first event on"
 
 
+def test_a_stopped_run_is_not_complete_while_a_resume_that_has_removed_its_summary_starts(tmp_path: Path) -> None:
+    run = write_run(tmp_path, calm_events(steps=40))
+    append(run, *(event("worker_finished", 50.0, n, inner_steps=40, stopped_early=True) for n in range(2)))
+    assert Run(run, "run").state()["status"] == "stopped"
+    append(run, *(event("worker_finished", 51.0, n, inner_steps=40, stopped_early=False) for n in range(2)))
+    assert Run(run, "run").state()["status"] == "complete"
+
+
 def test_a_run_folder_that_has_just_been_made_is_starting(tmp_path: Path) -> None:
     write_run(tmp_path, [])
     (tmp_path / "events.jsonl").unlink()
