@@ -413,7 +413,7 @@ def test_two_that_have_both_moved_find_each_other_through_a_third() -> None:
         one, _, two = await founded(swarm, 3)
         apart = True
 
-        def way(here: str, there: str) -> None:
+        def check_alive(here: str, there: str) -> None:
             if apart and {here, there} == {one.name, two.name}:
                 raise Unreachable("the relay is gone")
 
@@ -434,7 +434,7 @@ def test_two_that_have_both_moved_find_each_other_through_a_third() -> None:
 
         move(one, two)
         move(two, one)
-        swarm.network.way = way  # type: ignore[method-assign]
+        swarm.network.check_alive = check_alive  # type: ignore[method-assign]
         lost = [one.node.members.peers[two.name], two.node.members.peers[one.name]]
         async with asyncio.timeout(10):
             while any(peer.live for peer in lost):

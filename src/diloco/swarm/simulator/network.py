@@ -103,11 +103,13 @@ class MemoryNetwork:
         self._pipes += 1
         return self._pipes
 
-    def way(self, peer: str, other: str) -> None:
+    def check_alive(self, peer: str, other: str) -> None:
+        """Raise Unreachable if one of the two is known to be dead."""
         if other in self.dead or peer in self.dead:
             raise Unreachable("connection refused", gone=True)
 
-    def silent(self, peer: str, other: str) -> bool:
+    def is_silent(self, peer: str, other: str) -> bool:
+        """Count one more operation between two peers, and return whether they are cut off from each other."""
         self._operations += 1
         if self._at is not None and self._operations >= self._at:
             self._at = None
@@ -143,7 +145,7 @@ class _Pipe:
 
     async def put(self, data: bytes | memoryview, seconds: float) -> None:
         end = clock.now() + seconds
-        while len(self.data) > 1 << 18 or self.network.silent(*self.ends):
+        while len(self.data) > 1 << 18 or self.network.is_silent(*self.ends):
             if self.closed or clock.now() > end:
                 raise Unreachable("no progress in writing", gone=self.closed)
             await asyncio.sleep(0.005)
@@ -155,7 +157,7 @@ class _Pipe:
 
     async def take(self, size: int, seconds: float) -> bytes:
         end = clock.now() + seconds
-        while len(self.data) < size or self.network.silent(*self.ends):
+        while len(self.data) < size or self.network.is_silent(*self.ends):
             if self.closed:
                 raise Unreachable("stream reset", broken=True)
             if clock.now() > end:
@@ -237,12 +239,12 @@ class MemoryTransport(Transport):
         await asyncio.sleep(LATENCY_SECONDS + self.network.delay())
         if self.killed:
             raise Unreachable("this process is dead")
-        self.network.way(self.peer, peer)
+        self.network.check_alive(self.peer, peer)
         other = self.connected.get(peer) or self._dialled(peer)
         if other is None or other.on_call is None:
             raise Unreachable("connection refused", gone=True)
         end = clock.now() + seconds
-        while self.network.silent(self.peer, peer) or self.frozen or other.frozen:
+        while self.network.is_silent(self.peer, peer) or self.frozen or other.frozen:
             if clock.now() > end:
                 raise Unreachable("no answer")
             await asyncio.sleep(0.02)
@@ -291,11 +293,11 @@ class MemoryTransport(Transport):
     async def open_stream(self, peer: str, seconds: float) -> Stream:
         other = await self._reach(peer, seconds)
         self.network.trace.record(self.peer, "opens a stream to", peer[-8:])
-        there = _Pipe(self.network, (self.peer, peer))
+        forth = _Pipe(self.network, (self.peer, peer))
         back = _Pipe(self.network, (peer, self.peer))
         for transport in (self, other):
-            transport.pipes += [there, back]
-        theirs = MemoryStream(self.peer, back, there)
+            transport.pipes += [forth, back]
+        theirs = MemoryStream(self.peer, back, forth)
 
         async def serve() -> None:
             assert other.on_stream is not None
@@ -307,7 +309,7 @@ class MemoryTransport(Transport):
         task = asyncio.create_task(serve())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return MemoryStream(peer, there, back)
+        return MemoryStream(peer, forth, back)
 
     async def close(self) -> None:
         if self.killed:
