@@ -113,4 +113,19 @@ def _without_docstrings(tree: ast.AST) -> str:
                 if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
             ]
             node.body = statements  # type: ignore[attr-defined]
-    return ast.dump(tree)
+    return _written(tree)
+
+
+def _written(value: object) -> str:
+    """Write a syntax tree as text that does not depend on the version of Python: without the fields that are empty.
+
+    A later version may add fields, such as the type parameters of a function, which earlier code leaves empty.
+    """
+    if isinstance(value, ast.Constant):
+        return f"Constant({value.value!r})"
+    if isinstance(value, ast.AST):
+        fields = {name: field for name, field in ast.iter_fields(value) if field is not None and field != []}
+        return f"{type(value).__name__}({', '.join(f'{name}={_written(field)}' for name, field in fields.items())})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    return repr(value)

@@ -1,14 +1,18 @@
 """Data as people have it: other encodings, JSON arrays, CSV, broken rows. Read properly, or refused by name."""
 
+import bz2
 import codecs
 import gzip
 import json
 import logging
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from diloco.data.config import DataConfig
+from diloco.data.preparation import builder
 from diloco.data.preparation.corpus_cache import prepare
 from diloco.data.sources import decoding, formats
 from diloco.data.sources.base import Document
@@ -248,3 +252,22 @@ def test_broken_rows_are_left_out_counted_and_told_where_asked_for(
     assert "3 unreadable rows" in caplog.text and "line 21" in caplog.text
     with pytest.raises(DataError, match="line 21"):  # the cached corpus of the other rule is another one
         prepare(config(tmp_path, path))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, bz2.compress])
+def test_a_text_gives_the_same_tokenizer_and_passages_however_it_is_packed(
+    tmp_path: Path, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sample of the tokenizer is a share of the text, and the longest passage too."""
+    monkeypatch.setattr(builder, "TOKENIZER_SAMPLE_BYTES", 20_000)
+    rows = [{"text": f"{number} {'word ' * (number % 50)}{number * number}"} for number in range(2000)]
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    suffix = {gzip.compress: ".gz", lzma.compress: ".xz", bz2.compress: ".bz2"}[pack]
+    made = []
+    for name, data in (("a.jsonl", content), (f"a.jsonl{suffix}", pack(content))):
+        (tmp_path / name).write_bytes(data)
+        asked = config(tmp_path, tmp_path / name)
+        source = open_source(asked)
+        assert source.size_bytes == len(content)
+        made.append(builder.train_tokenizer(asked, source).to_json())
+    assert made[0] == made[1]

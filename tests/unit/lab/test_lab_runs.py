@@ -1,5 +1,6 @@
 """Running many arms: each once, in order, resumable, within a budget; and the report of what they gave."""
 
+import ast
 import json
 import os
 import shlex
@@ -170,6 +171,19 @@ def test_what_an_experiment_file_adds_counts_as_code_and_its_arms_and_docstrings
     assert code(OWN) != "" and code(OWN) == code('"""Words."""\n' + OWN.replace("(0.5, 1)", "(0.5, 1, 2)"))
     assert code(OWN) != code(OWN.replace("FACTOR = 1.0", "FACTOR = 100.0"))
     assert code(TEMPLATE) == ""
+
+
+def test_the_hash_of_code_does_not_depend_on_empty_fields_that_a_later_python_adds_to_its_syntax_trees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    before = code_of_file(path, {"arms"})
+    monkeypatch.setattr(ast.FunctionDef, "_fields", (*ast.FunctionDef._fields, "of_tomorrow"))
+    monkeypatch.setattr(ast.FunctionDef, "of_tomorrow", [], raising=False)
+    assert code_of_file(path, {"arms"}) == before
+    path.write_text("x = f(None)\n")
+    assert code_of_file(path, set()) == "c9c4d83f0d", "the same on every version of Python"
 
 
 def test_tuning_has_seeds_of_its_own_and_walks_until_the_best_place_has_worse_neighbours(

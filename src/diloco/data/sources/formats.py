@@ -399,9 +399,6 @@ TEXT_SUFFIXES: tuple[str, ...] = (
 )
 """Text files are recognised by suffix alone, without opening them."""
 
-EXPANSION = 3
-"""Approximate bytes of text per byte of a compressed file."""
-
 FORMATS: dict[str, type[DocumentFile]] = {
     ".jsonl": JsonLines,
     ".ndjson": JsonLines,

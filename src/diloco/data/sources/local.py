@@ -10,6 +10,7 @@ import platform
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import ClassVar, final
@@ -18,7 +19,6 @@ from diloco.data.config import DataConfig
 from diloco.data.sources.base import Document, Source
 from diloco.data.sources.decoding import fits, open_decompressed
 from diloco.data.sources.formats import (
-    EXPANSION,
     DocumentFile,
     Parquet,
     TextFile,
@@ -30,6 +30,7 @@ from diloco.data.sources.formats import (
 from diloco.data.sources.rows import Rows, TextRows, rows_of
 from diloco.errors import DataError
 
+_READ_BYTES = 1 << 20
 MOST_LABELLED_FILES = 256
 """In a folder with more files than this, file names are not used as labels."""
 
@@ -175,9 +176,13 @@ class LocalFiles(Source):
         files = [(str(path), status.st_size, status.st_mtime_ns) for path, status in self._files.items()]
         return {"kind": "local", "files": files, "rows": self.rows.identity(), "encoding": self.encoding}
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
-        return sum(status.st_size * (EXPANSION if is_compressed(path) else 1) for path, status in self._files.items())
+        """The size of the files without their compression: tokenizer and passages do not depend on how they are packed.
+
+        Compressed files are read once for it.
+        """
+        return sum(_unpacked_bytes(path) if is_compressed(path) else each.st_size for path, each in self._files.items())
 
     def progress(self) -> tuple[int, int | None]:
         position = 0 if self._open_file is None else self._open_file.position
@@ -239,3 +244,12 @@ def _walk(root: Path, excluded_folders: frozenset[str]) -> dict[str, os.stat_res
             except OSError as error:
                 refuse(error)
     return dict(sorted(files.items()))
+
+
+def _unpacked_bytes(path: Path) -> int:
+    """Count the bytes of a compressed file's content."""
+    count = 0
+    with open_decompressed(path) as (content, _):
+        while piece := content.read(_READ_BYTES):
+            count += len(piece)
+    return count
