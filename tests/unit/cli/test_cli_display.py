@@ -216,6 +216,24 @@ def followed(tmp_path: Path, events: list[Event]) -> str:
     return console.file.getvalue()
 
 
+def test_a_stop_is_told_once_at_the_next_poll_and_nothing_is_printed_where_a_signal_may_interrupt_a_print(
+    tmp_path: Path,
+) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    assert isinstance(console.file, io.StringIO)
+    stops: list[bool] = []
+    with Display(console, CONFIG) as display:
+        poll = display.follow(LiveHistory(tmp_path))
+        stop = display.with_stop_message(lambda: stops.append(True))
+        before = console.file.getvalue()
+        stop()
+        stop()
+        assert (console.file.getvalue(), stops) == (before, [True, True])
+        poll()
+        poll()
+    assert console.file.getvalue().count(live._STOPPING) == 1
+
+
 def test_without_a_terminal_each_validation_is_told_once_in_plain_lines(tmp_path: Path) -> None:
     told = followed(tmp_path, [*BEGINNING, event("validation", step=10, loss=2.0, perplexity=7.389)])
     assert told.count("step 10: validation perplexity 7.39") == 1

@@ -94,6 +94,7 @@ class Display:
         self._history = RunHistory()
         self._folder: Path | None = None
         self._stopping = False
+        self._stop_shown = False
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._next = 0.0
         self._stage = ""
@@ -165,13 +166,13 @@ class Display:
         return poll
 
     def with_stop_message(self, stop: Callable[[], None]) -> Callable[[], None]:
-        """Return `stop` with a message on the screen at its first call."""
+        """Return `stop` with a message on the screen after its first call.
+
+        A signal may call it in the middle of anything, of printing too: the message comes with the next poll.
+        """
 
         def announced() -> None:
-            if not self._stopping:
-                self._stopping = True
-                if self._live is None:
-                    self.console.print(_stopping(self.view()), highlight=False)
+            self._stopping = True
             stop()
 
         return announced
@@ -195,6 +196,9 @@ class Display:
         if self._live is not None:
             self._live.update(render(view), refresh=True)
             return
+        if self._stopping and not self._stop_shown:
+            self._stop_shown = True
+            self.console.print(_stopping(view), highlight=False)
         for note in self._history.notes.since(self._last_note):
             self.console.print(Text(note.text), soft_wrap=True)
         self._last_note = self._history.notes.last
