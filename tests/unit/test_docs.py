@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 import diloco
+from diloco.swarm import timing
 from diloco.swarm.network.transport import LEAST_RATE
 from diloco.swarm.node.node import CALLS_AT_ONCE, CALLS_PER_SECOND
-from diloco.swarm.protocol import attendance, following, quorum, timing
+from diloco.swarm.protocol import attendance, following, quorum
 from diloco.swarm.settings import Settings
 from diloco.swarm.simulator import schedules
 from diloco.training.config.run_file import known_keys

@@ -21,9 +21,9 @@ from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import pack
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey
 from diloco.errors import EngineError, RoundFailed
+from diloco.swarm import timing
 from diloco.swarm.installed import check_swarm
 from diloco.swarm.pending_round import FailedRound, RoundMemoryPool, SwarmRound, as_tensor
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.status import RunStatus
 from diloco.swarm.settings import Settings
 from diloco.swarm.sidecar import messages, snapshots

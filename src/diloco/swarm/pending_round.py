@@ -20,7 +20,7 @@ from diloco.engines.base import PendingRound
 from diloco.engines.header import find_report_fault, unpack
 from diloco.engines.rounds import Contribution, Member, Report, RoundResult
 from diloco.errors import DiLoCoError, EngineError, Excluded, RoundFailed
-from diloco.swarm.protocol import timing
+from diloco.swarm import timing
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.sidecar.messages import PostRound, RoundEnded
 from diloco.swarm.sidecar.supervisor import SidecarLost

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from diloco.cli.main import run
+from diloco.swarm import timing
 from diloco.swarm.doctor import machine_checks, network_checks
 from diloco.swarm.network.listening import ListenConfig
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.node.audit import Audit
 from diloco.swarm.node.node import Node
-from diloco.swarm.protocol import timing
 from diloco.swarm.run_files import invitation_file, write_private
 from diloco.swarm.settings import Settings
 from diloco.swarm.trainer import Snapshot

@@ -22,10 +22,9 @@ import torch
 
 from diloco.engines.rounds import GlobalState, RoundKey
 from diloco.errors import ConfigError, EngineError, RoundFailed
-from diloco.swarm import installed
+from diloco.swarm import installed, timing
 from diloco.swarm.engine import SwarmEngine
 from diloco.swarm.installed import check_swarm
-from diloco.swarm.protocol import timing
 from diloco.swarm.settings import Settings
 from diloco.swarm.sidecar import supervisor
 from support.processes import context

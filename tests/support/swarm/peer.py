@@ -81,10 +81,10 @@ class LaunchedPeer:
 
 
 async def _main() -> None:
+    from diloco.swarm import timing
     from diloco.swarm.network.listening import ListenConfig
     from diloco.swarm.network.p2pd.transport import P2pdTransport
     from diloco.swarm.network.transport import Stream
-    from diloco.swarm.protocol import timing
 
     async def answer(peer: str, request: bytes) -> bytes:
         return f"{peer} said ".encode() + request

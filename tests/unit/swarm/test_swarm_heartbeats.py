@@ -2,8 +2,9 @@
 
 import pytest
 
+from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused, Unreachable
-from diloco.swarm.protocol import heartbeats, timing
+from diloco.swarm.protocol import heartbeats
 from diloco.swarm.protocol.heartbeats import Look, NoAnswer, beat_for, judge_no_answer, look_at, too_many_silent
 from diloco.swarm.protocol.membership import DIALS_AT_ONCE, MAX_TELLERS, Membership, Peer, PeerPhase
 from diloco.swarm.protocol.status import OwnStatus, Status

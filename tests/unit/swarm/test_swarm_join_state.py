@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from diloco.errors import Excluded, RendezvousError
+from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused, Unreachable
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.joining import (
     JOIN_TRANSITIONS,
     JoinPhase,

@@ -467,7 +467,7 @@ def test_a_file_that_one_gives_wrongly_comes_from_another(tmp_path: Path, lie: s
 
 
 def test_a_worker_that_gets_no_number_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.swarm.protocol.timing.SEARCH_SECONDS", 0.7)
+    monkeypatch.setattr("diloco.swarm.timing.SEARCH_SECONDS", 0.7)
 
     async def story(swarm: MemorySwarm) -> None:
         await founded(swarm, 1)

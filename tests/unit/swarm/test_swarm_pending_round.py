@@ -13,8 +13,8 @@ from diloco.core.fragments import PartLayout
 from diloco.engines.header import pack
 from diloco.engines.rounds import Contribution, Member, RoundKey
 from diloco.errors import EngineError, Excluded, RoundFailed
+from diloco.swarm import timing
 from diloco.swarm.pending_round import RoundMemoryPool, SwarmRound, as_tensor
-from diloco.swarm.protocol import timing
 from diloco.swarm.sidecar.messages import PostRound, RoundEnded
 from diloco.swarm.sidecar.supervisor import SidecarLost
 from diloco.swarm.trainer import PostedRound, PresentWorker, RoundOutcome

@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import combinations
 
+from diloco.swarm import timing
 from diloco.swarm.audit.long_parts import Encoding, are_long, has_signed_contribution
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.joining import save
 from diloco.swarm.node.members import Members
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed, Certificate, Notary, Vote, reducers
 from diloco.swarm.protocol.messages import Done, Proof
 from diloco.swarm.protocol.plan import Plan, parse_header

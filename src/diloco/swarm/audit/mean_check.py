@@ -30,6 +30,7 @@ import torch
 from diloco.codecs.registry import codec
 from diloco.core import merging
 from diloco.engines.reduction import reduce_parts
+from diloco.swarm import timing
 from diloco.swarm.audit import directions, merkle, projections
 from diloco.swarm.audit.liars import Liars
 from diloco.swarm.audit.own_contributions import OwnContribution, OwnContributions, num_kept
@@ -39,7 +40,6 @@ from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.members import Members
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed, Bytes, Certificate, SignedRange, compares_directions
 from diloco.swarm.protocol.messages import AskPart, Done, NotHere, Part, Projections
 from diloco.swarm.protocol.plan import Plan

@@ -17,13 +17,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any
 
+from diloco.swarm import timing
 from diloco.swarm.audit.liars import Liars
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.audit import AnotherState, StateAudit
 from diloco.swarm.node.calls import Calls
 from diloco.swarm.node.members import Members
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.messages import AskStateDigest, StateDigest
 from diloco.swarm.protocol.quorum import Quorum

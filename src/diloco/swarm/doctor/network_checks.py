@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 from diloco.errors import ConfigError, DiLoCoError, install_hint
 from diloco.own_command import command
+from diloco.swarm import timing
 from diloco.swarm.doctor.machine_checks import Finding, State
 from diloco.swarm.network import multiaddr
 from diloco.swarm.network.listening import ListenConfig, check_ports
@@ -24,7 +25,6 @@ from diloco.swarm.network.p2pd.daemon import Daemon
 from diloco.swarm.network.p2pd.reachability import answers_libp2p, own_addresses
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.messages import AskStatus, AskTime, Hello, Measure, StatusAnswer, Time, expect
 from diloco.swarm.protocol.status import MemberStatus, Status
 from diloco.swarm.protocol.wire import PROTOCOL, Malformed, encode

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco.errors import ConfigError
-from diloco.swarm.protocol import timing
+from diloco.swarm import timing
 from diloco.swarm.run_files import write_private
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from diloco.errors import with_remedy
+from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused, OnCall, OnStream, Stream, Unreachable
 from diloco.swarm.node import clock
-from diloco.swarm.protocol import timing
 
 logger = logging.getLogger(__name__)
 

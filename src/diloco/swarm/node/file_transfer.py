@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from diloco.atomic_files import PartialFile, replace_file
 from diloco.errors import EngineError
+from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused, Stream, Transport, Unreachable
 from diloco.swarm.node.frames import read_frame, write_frame
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.messages import FileHead, NotHere, OpenFile, decode
 from diloco.swarm.protocol.wire import Malformed, encode
 

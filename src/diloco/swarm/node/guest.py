@@ -16,12 +16,12 @@ from typing import Any, Literal, TypeVar
 
 from diloco.errors import EngineError, Excluded, RendezvousError
 from diloco.own_command import command
+from diloco.swarm import timing
 from diloco.swarm.network.known_peers import KnownPeer, write_peers
 from diloco.swarm.network.listening import ListenConfig
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node.file_transfer import fetch_file
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.messages import AskFiles, AskStatus, AskTime, FileNames, Hello, StatusAnswer, Time, expect
 from diloco.swarm.protocol.refusals import NOT_ADMITTED
 from diloco.swarm.protocol.status import RunStatus, Status

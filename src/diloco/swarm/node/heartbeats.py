@@ -12,12 +12,12 @@ from typing import Any
 
 from msgspec import structs
 
+from diloco.swarm import timing
 from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.calls import addressed, check_process
 from diloco.swarm.node.members import Members
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.heartbeats import (
     NoAnswer,
     beat_for,

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from diloco.swarm import timing
 from diloco.swarm.network.known_peers import read_peers
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.calls import addressed
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.members import Members
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.joining import (
     JoinPhase,
     JoinState,

@@ -23,10 +23,10 @@ from msgspec import structs
 
 from diloco.core.config import Merge
 from diloco.engines.rounds import RoundKey
+from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.participant import Participant
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import SIGNATURE_BYTES, Certificate, Vote
 from diloco.swarm.protocol.leading import Inquired, LeadPhase, LedRoundState, SteppedDown, code_of, leader_of_most
 from diloco.swarm.protocol.membership import clashes

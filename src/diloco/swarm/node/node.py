@@ -33,6 +33,7 @@ from typing import Any
 
 import msgspec
 
+from diloco.swarm import timing
 from diloco.swarm.network.identity import load_seed
 from diloco.swarm.network.known_peers import KnownPeer, PeersFile, read_peers
 from diloco.swarm.network.limits import PeerRateLimit
@@ -50,7 +51,7 @@ from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.own_checks import OwnChecks
 from diloco.swarm.node.participant import Participant
 from diloco.swarm.node.state_transfer import SharedSnapshot, StateTransfer
-from diloco.swarm.protocol import messages, timing
+from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.certificate import Agreed, Notary
 from diloco.swarm.protocol.joining import give_number
 from diloco.swarm.protocol.plan import Plan

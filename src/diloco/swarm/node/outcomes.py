@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from diloco.swarm import timing
 from diloco.swarm.network.limits import LruCache
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
@@ -22,7 +23,6 @@ from diloco.swarm.node.frames import DataFrames, write_frame
 from diloco.swarm.node.heartbeats import Heartbeats
 from diloco.swarm.node.recent_rounds import RecentRounds
 from diloco.swarm.node.round import OwnRound
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed, Certificate, Notary
 from diloco.swarm.protocol.merged_rounds import MergedRounds
 from diloco.swarm.protocol.messages import (

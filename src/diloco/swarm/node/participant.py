@@ -13,6 +13,7 @@ import logging
 
 from msgspec import structs
 
+from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.audit import Lie
@@ -20,7 +21,6 @@ from diloco.swarm.node.joining import settle_number
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.round import OwnRound
 from diloco.swarm.node.transfer import Transfer, TransferFailed
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import SignedRange, Vote
 from diloco.swarm.protocol.following import RoundFollower, StartTransfer, UnknownSeat
 from diloco.swarm.protocol.messages import (

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from diloco.errors import EngineError, Excluded
+from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.audit import AnotherState
@@ -26,7 +27,6 @@ from diloco.swarm.node.frames import read_frame, write_frame
 from diloco.swarm.node.outcomes import Outcomes
 from diloco.swarm.node.places import Places, ReaderPlace
 from diloco.swarm.node.recent_rounds import MAX_BYTES, MAX_ROUNDS
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.membership import Peer
 from diloco.swarm.protocol.messages import NotHere, OpenState, StateHead, decode
 from diloco.swarm.protocol.plan import Plan

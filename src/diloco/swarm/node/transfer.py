@@ -28,11 +28,11 @@ from diloco.core.merging import num_products
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.rounds import Comparison
 from diloco.memory import blank
+from diloco.swarm import timing
 from diloco.swarm.network.transport import Stream, Transport, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.audit import Lie, TransferAudit
 from diloco.swarm.node.frames import DataFrames, Quiet, read_frame, write_frame
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Notary, RangeSignatures, SignedRange, Vote
 from diloco.swarm.protocol.messages import OpenParts, Withheld
 from diloco.swarm.protocol.plan import Entry, Plan

@@ -16,8 +16,8 @@ A leader that lets the others wait is passed over as a leader, and the next memb
 
 from collections.abc import Iterable
 
+from diloco.swarm import timing
 from diloco.swarm.network.limits import LruCache
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.certificate import Agreed
 from diloco.swarm.protocol.plan import MAX_WORKERS
 from diloco.swarm.settings import Settings

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.attendance import seconds_to_post
 from diloco.swarm.protocol.membership import Membership, Peer
 from diloco.swarm.protocol.messages import (

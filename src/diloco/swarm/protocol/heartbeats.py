@@ -12,8 +12,8 @@ import enum
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused, Unreachable
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.membership import MAX_ADDRESSES, Membership, Peer
 from diloco.swarm.protocol.messages import Beat
 from diloco.swarm.protocol.refusals import OUT_OF_THE_RUN

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from diloco.errors import EngineError, Excluded, RendezvousError
 from diloco.own_command import command
+from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused, Unreachable
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.membership import Membership, clashes
 from diloco.swarm.protocol.refusals import NOT_ADMITTED
 from diloco.swarm.protocol.status import MAX_NUMBER

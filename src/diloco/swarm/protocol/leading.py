@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from diloco.core.config import Merge
 from diloco.engines.rounds import RoundKey
+from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.attendance import seconds_to_post
 from diloco.swarm.protocol.certificate import Certificate, Vote, certify, is_most, largest_group
 from diloco.swarm.protocol.membership import Membership, clashes

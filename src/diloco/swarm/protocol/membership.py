@@ -16,8 +16,8 @@ import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from diloco.swarm import timing
 from diloco.swarm.network.limits import PeerRateLimit
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.attendance import Attendance
 from diloco.swarm.protocol.messages import RosterEntry
 from diloco.swarm.protocol.status import OwnStatus, Status

@@ -17,8 +17,8 @@ import statistics
 from collections.abc import Sequence
 from itertools import combinations
 
+from diloco.swarm import timing
 from diloco.swarm.network.limits import LruCache
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.membership import Membership
 from diloco.swarm.protocol.plan import MAX_WORKERS, Entry, Plan
 from diloco.swarm.protocol.transfer_times import TransferTimes

@@ -7,7 +7,7 @@ or not theirs: it goes on with that where no member can show a later one.
 import random
 
 from diloco.errors import EngineError
-from diloco.swarm.protocol import timing
+from diloco.swarm import timing
 from diloco.swarm.protocol.membership import Membership, Peer
 
 

@@ -8,8 +8,8 @@ voted in time is left behind, and the next transfer waits for it for longer: its
 import math
 from collections.abc import Iterable, Mapping
 
+from diloco.swarm import timing
 from diloco.swarm.network.limits import LruCache
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.plan import MAX_WORKERS, Plan
 
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol, assert_never
 from msgspec.structs import replace
 
 from diloco.errors import DiLoCoError, EngineError, with_remedy
+from diloco.swarm import timing
 from diloco.swarm.network.limits import TokenBucket
-from diloco.swarm.protocol import timing
 from diloco.swarm.protocol.status import RunStatus
 from diloco.swarm.settings import Settings
 from diloco.swarm.shared_memory import KeptMappings

@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco.engines.rounds import GlobalState
 from diloco.errors import EngineError, RoundFailed
 from diloco.safetensors_files import make_header
-from diloco.swarm.protocol import timing
+from diloco.swarm import timing
 from diloco.swarm.shared_memory import SharedMemory
 from diloco.swarm.sidecar.messages import SnapshotMade
 from diloco.swarm.trainer import Snapshot

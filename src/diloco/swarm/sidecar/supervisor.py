@@ -23,7 +23,7 @@ from typing import Any
 
 import diloco.errors
 from diloco.errors import ConfigError, DiLoCoError, EngineError, Excluded, RoundFailed
-from diloco.swarm.protocol import timing
+from diloco.swarm import timing
 from diloco.swarm.settings import Settings
 from diloco.swarm.sidecar import messages
 from diloco.swarm.sidecar.link import BlockingLink, LinkClosed, LinkError, LinkFull, pair

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.errors import ConfigError
+from diloco.swarm import timing
 from diloco.swarm.network import identity
 from diloco.swarm.network.known_peers import KnownPeer, read_peers
 from diloco.swarm.network.multiaddr import ip_of, is_public
-from diloco.swarm.protocol import timing
 from diloco.swarm.run_files import (
     INVITATION_FILES,
     PEERS_FILE,

@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Any
 
 from diloco.errors import EngineError, install_hint
+from diloco.swarm import timing
 from diloco.swarm.network import multiaddr
 from diloco.swarm.network.transport import Unreachable
-from diloco.swarm.protocol import timing
 
 Message = Any
 """One of Hivemind's generated protobuf classes, which have no types."""

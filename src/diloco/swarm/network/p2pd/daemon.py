@@ -23,11 +23,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from diloco.errors import ConfigError, EngineError, RendezvousError, install_hint
+from diloco.swarm import timing
 from diloco.swarm.network import multiaddr
 from diloco.swarm.network.listening import ListenConfig, check_ports
 from diloco.swarm.network.p2pd.control import Control, DaemonError, DaemonGone, hivemind_folder
 from diloco.swarm.network.p2pd.reachability import Reachability
-from diloco.swarm.protocol import timing
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import time
 
 import msgspec
 
+from diloco.swarm import timing
 from diloco.swarm.network import multiaddr
 from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.p2pd.control import Control, DaemonError, DaemonGone, HandlerError
-from diloco.swarm.protocol import timing
 
 _MAX_REQUEST_BYTES = 256
 _BURST = 16

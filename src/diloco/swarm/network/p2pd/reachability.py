@@ -20,12 +20,12 @@ from typing import Annotated, Literal, Protocol
 import msgspec
 
 from diloco.errors import DiLoCoError
+from diloco.swarm import timing
 from diloco.swarm.network import multiaddr
 from diloco.swarm.network.limits import PeerRateLimit
 from diloco.swarm.network.listening import ListenConfig
 from diloco.swarm.network.p2pd.control import Control
 from diloco.swarm.network.transport import CallRefused, Unreachable
-from diloco.swarm.protocol import timing
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from diloco.swarm import timing
 from diloco.swarm.network.transport import LEAST_RATE, Stream, Unreachable
-from diloco.swarm.protocol import timing
 
 FIRST_WINDOW = 1 << 16
 LEAST_WINDOW = 1 << 16

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from diloco.errors import RendezvousError
+from diloco.swarm import timing
 from diloco.swarm.network import identity, multiaddr
 from diloco.swarm.network.limits import ConcurrencyLimit, LruCache
 from diloco.swarm.network.listening import ListenConfig, listen_addresses
@@ -49,7 +50,6 @@ from diloco.swarm.network.transport import (
     Transport,
     Unreachable,
 )
-from diloco.swarm.protocol import timing
 
 log = logging.getLogger(__name__)
 
