@@ -359,7 +359,7 @@ def test_a_new_leader_has_the_patience_of_the_one_before_it() -> None:
 
     async def story(_: MemorySwarm, workers: list[MemoryWorker]) -> list[float]:
         for worker in workers:
-            worker.node.leader._started -= 86_400.0
+            worker.node.leader._patience._started -= 86_400.0
         for sequence in range(3):
             await all_post(workers, sequence)
         return [worker.node.leader.patience_seconds for worker in workers]

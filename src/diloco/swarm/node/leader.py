@@ -5,18 +5,15 @@ The first Ready of a round makes the leader (`Leader`) start a `LedRound`:
     inquire   ask all members for the state of this round: an earlier leader may have come far
     gather    until all members are ready, or patience is over: then the slow ones are told to post what they have
     attempt   send a plan to all ready workers; those that die, freeze or lie are left out of the next attempt
-    commit    when all live workers have the whole mean; or most have it, and the others take twice the usual time. The
-              leader's own worker counts it last: if the leader dies before any other has heard of it, no worker has
-              ended the round, and the next leader goes on
+    commit    when all live workers have the whole mean; or most have it, and the others take as long again as a
+              transfer usually does. The leader's own worker counts it last: if the leader dies before any other has
+              heard of it, no worker has ended the round, and the next leader goes on
 
-A leader that finds a higher authority, or the round ended, steps down. Its own worker need not be in the round. The
-leader also learns how long rounds usually take, led here or elsewhere: that is how long it waits for slow workers.
+A leader that finds a higher authority, or the round ended, steps down. Its own worker need not be in the round.
 """
 
 import asyncio
 import logging
-import statistics
-from collections import deque
 from collections.abc import Awaitable, Callable
 
 from msgspec import structs
@@ -27,6 +24,7 @@ from diloco.swarm import timing
 from diloco.swarm.network.transport import CallRefused, Unreachable
 from diloco.swarm.node import clock
 from diloco.swarm.node.participant import Participant
+from diloco.swarm.protocol.attendance import Patience
 from diloco.swarm.protocol.certificate import SIGNATURE_BYTES, Certificate, Vote
 from diloco.swarm.protocol.leading import Inquired, LeadPhase, LedRoundState, SteppedDown, code_of, leader_of_most
 from diloco.swarm.protocol.membership import clashes
@@ -64,12 +62,7 @@ class Leader:
         self.shares = Shares(self.members, participant.transfers)
         self.quarrels = Quarrels(self.members.me)
         self._rounds: dict[int, LedRound] = {}
-        self._usual_seconds: deque[float] = deque(maxlen=5)
-        """The seconds from the end of a round until half of the workers were ready for the next one, in the last
-        rounds."""
-        self._started = clock.now()
-        self._last_end: float | None = None
-        """When a round last ended, led here or elsewhere."""
+        self._patience = Patience(self.settings, clock.now())
         self._too_few: dict[str, int] = {}
         """Worker -> the round for which no plan could be made, as too few were left; it is told so when it asks
         again."""
@@ -123,29 +116,20 @@ class Leader:
 
     @property
     def patience_seconds(self) -> float:
-        """How long a round waits for the others after half of the workers are ready."""
-        since = clock.now() - (self._last_end or self._started)
-        usual = statistics.median(self._usual_seconds) if self._usual_seconds else since
-        return max(timing.LEAST_PATIENCE_SHARE * self.settings.lost_seconds, self.settings.patience * usual)
+        return self._patience.seconds(clock.now())
 
     def record_end(self, led: "LedRound") -> None:
         self._rounds.pop(led.key.sequence, None)
         if led.too_few:
             self._too_few |= dict.fromkeys(led.ready, led.key.sequence)
-        if led.half_ready_at is not None and self._last_end is not None:
-            self._usual_seconds.append(led.half_ready_at - self._last_end)
-        self._last_end = clock.now()
+        self._patience.record_end_here(led.half_ready_at, clock.now())
         self.members.changed()
 
     def record_end_elsewhere(self, sequence: int) -> None:
-        """This worker has ended a round that another leads: if that leader is lost, this node knows how long rounds
-        take."""
+        """This worker has ended a round; if another member leads it, only its own post tells how long that took."""
         own = self.participant.rounds.get(sequence)
-        if own is None or sequence in self._rounds:
-            return
-        if self._last_end is not None:
-            self._usual_seconds.append(max(0.0, own.started - self._last_end))
-        self._last_end = clock.now()
+        if own is not None and sequence not in self._rounds:
+            self._patience.record_end_elsewhere(own.started, clock.now())
 
     # State
 

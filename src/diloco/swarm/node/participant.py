@@ -166,8 +166,7 @@ class Participant:
         ask_again = clock.now() + timing.ASK_AGAIN_SECONDS
         while not round_.ended and round_.leader is not None and clock.now() < ask_again:
             await asyncio.wait({round_.outcome}, timeout=timing.POLL_SECONDS)
-            if round_.leader is not None and not self.members.is_live(round_.leader):
-                round_.turn_to(None)
+            self.follower.leave_lost_leader(round_)
             self._pass_over(self.follower.watch_leader(round_), round_)
             if (ahead := self.members.first_ahead(round_.sequence)) is not None and not round_.ended:
                 others_ended = others_ended or clock.now()
@@ -250,8 +249,8 @@ class Participant:
                 started = clock.now()
                 await round_.transfer.run()
                 self.transfers.record(plan, clock.now() - started, round_.transfer.rates)
-            if round_.authority.leader > plan.authority.leader:
-                return  # a later leader has asked meanwhile, and was told that this worker lacks the mean
+            if not round_.may_vote_for(plan):
+                return
             if round_.transfer is not None and self._has_opposed(round_, plan, round_.transfer.ranges):
                 ranges = round_.transfer.ranges
                 message = Opposed(round_.sequence, plan.authority, round_.posted.num_parts, ranges)

@@ -1,4 +1,6 @@
-"""Which members are waited for: one that was in none of the last three rounds is passed over, and tried now and then.
+"""Which members a round waits for, and for how long.
+
+One that was in none of the last three rounds is passed over, and tried now and then.
 
 A member may be live, have the state and never post, or post and never send its parts, or never vote for the mean. Each
 round would wait for it. Every member counts the rounds that each other one has missed, from the plans that were carried
@@ -12,8 +14,13 @@ A contribution that points against the others' costs a second transfer (audit/di
 is refused from the beginning, and compared again in every second round, then every fourth, then every eighth.
 
 A leader that lets the others wait is passed over as a leader, and the next member leads.
+
+For a slow member that it does wait for, a round waits as long as patience lasts (`Patience`); then the member is told
+to post what it has, and the round waits for the inner step that it is in (`seconds_to_post`).
 """
 
+import statistics
+from collections import deque
 from collections.abc import Iterable
 
 from diloco.swarm import timing
@@ -25,6 +32,8 @@ from diloco.swarm.settings import Settings
 MISSES = 3
 _RAREST = 3  # a power of two: every eighth round
 _MOST_CHANCES = 2 * MISSES
+_ROUNDS_OF_PATIENCE = 5
+"""The usual time between rounds is the median of so many."""
 
 
 class Attendance:
@@ -82,6 +91,40 @@ class Attendance:
 
     def may_lead(self, name: str, now: float) -> bool:
         return (self._poor_leaders.get(name) or 0.0) < now
+
+
+class Patience:
+    """How long a round waits for the other half of the workers: `swarm.patience` of the usual time between rounds.
+
+    Every member knows how long rounds take, led by itself or not: it may have to lead the next one.
+    """
+
+    def __init__(self, settings: Settings, now: float) -> None:
+        self._settings = settings
+        self._started = now
+        self._usual_seconds: deque[float] = deque(maxlen=_ROUNDS_OF_PATIENCE)
+        """The seconds from the end of a round until half of the workers were ready for the next one, in the last
+        rounds."""
+        self._last_end: float | None = None
+        """When a round last ended."""
+
+    def seconds(self, now: float) -> float:
+        """Return how long a round waits after half of the workers are ready."""
+        since = now - (self._last_end or self._started)
+        usual = statistics.median(self._usual_seconds) if self._usual_seconds else since
+        return max(timing.LEAST_PATIENCE_SHARE * self._settings.lost_seconds, self._settings.patience * usual)
+
+    def record_end_here(self, half_ready_at: float | None, now: float) -> None:
+        """A round that this member leads has ended. `half_ready_at`: when half of the workers were ready, if ever."""
+        if half_ready_at is not None and self._last_end is not None:
+            self._usual_seconds.append(half_ready_at - self._last_end)
+        self._last_end = now
+
+    def record_end_elsewhere(self, posted_at: float, now: float) -> None:
+        """A round that another member leads has ended; this one had posted it then."""
+        if self._last_end is not None:
+            self._usual_seconds.append(max(0.0, posted_at - self._last_end))
+        self._last_end = now
 
 
 def seconds_to_post(slowest_step_seconds: float, settings: Settings, least_seconds: float = 0.0) -> float:

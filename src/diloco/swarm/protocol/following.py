@@ -4,6 +4,7 @@
     plan       it follows one that it can check, of the highest authority that it has promised nothing against
     giving up  a round fails for it when no majority can end it, so that training goes on. Nothing is lost by that: the
                next round carries this work (I6)
+    others     most have ended a round that it has not posted, or it went on alone: then it fetches their state
 
 A message of a leader counts only if no higher authority (plan.py) has sent one in this round. Each decision is a
 function of the state here and of the message; node/participant.py carries them out.
@@ -87,6 +88,8 @@ class RoundFollower:
         self.leaders = LeaderWatch(members, transfers)
         self._promised: dict[int, Authority] = {}
         """The highest authority that has inquired about a round which this worker has not posted."""
+        self._alone_since: float | None = None
+        """When most others were first seen to be behind, and in another run than this worker."""
 
     def take_promise(self, sequence: int) -> Authority:
         """Return, and forget, the promise that binds this worker in a round which it posts now."""
@@ -196,12 +199,46 @@ class RoundFollower:
             return "too few workers are left in it, and others are in a later one"
         return None
 
+    def leave_lost_leader(self, round_: RoundState) -> None:
+        """If the leader that has the header is not live any more, the header goes to the member that leads now. Plan,
+        vote and mean stay: the next leader asks for them (`hear_inquiry`)."""
+        if round_.leader is not None and not self._members.is_live(round_.leader):
+            round_.turn_to(None)
+
     def watch_leader(self, round_: RoundState) -> str | None:
         """Return the leader that is passed over now, or None. Rounds end in their order: no leader is to blame for a
         round that waits for an earlier one."""
         is_next = round_.sequence == min(self._rounds)
         may_go_on = is_next and self._members.may_go_on() and self._quorum.sees_majority()
         return self.leaders.watch(round_, may_go_on=may_go_on)
+
+    # Rounds of others
+
+    def missed_round(self) -> int | None:
+        """Return the round that this worker would post next if most others have ended it; None if they have not."""
+        own = self._members.status
+        sequence = own.next_round
+        is_missed = own.has_state and sequence not in self._rounds and self._members.most_ended(sequence)
+        return sequence if is_missed else None
+
+    def went_on_alone_after(self, last: Plan | None) -> int | None:
+        """Return the last round of most others if this worker was cut off and went on alone after it; else None.
+
+        `last`: the plan of its last round. For `lost_seconds` most others have been behind, and were not in that plan.
+        Only members that have contributed to a round are counted, however many join at once.
+        """
+        own = self._members.status
+        known = [peer for peer in self._members.with_state() if peer.status.contributed_round >= 0]
+        behind = [peer for peer in known if peer.status.ended_round < own.ended_round]
+        others = [peer for peer in behind if last is None or last.entry(peer.name) is None]
+        had_majority = last is not None and last.majority
+        if not own.has_state or had_majority or 2 * len(others) <= 1 + len(known):
+            self._alone_since = None
+            return None
+        now = self._members.now()
+        self._alone_since = self._alone_since or now
+        is_sure = now - self._alone_since > self._members.settings.lost_seconds
+        return others[0].status.ended_round if is_sure else None
 
     def may_have_missed(self, round_: RoundState, ended: int) -> bool:
         """Whether the round `ended`, which has ended elsewhere, is one before this one that this worker gave up."""

@@ -128,7 +128,7 @@ class RoundState:
     # The leader
 
     def turn_to(self, leader: str | None) -> None:
-        """`leader` has this worker's header, or is to get it next; None: the live member that leads now is."""
+        """`leader` has this worker's header, or is to get it next; None: it goes to the member that leads now."""
         self.leader = leader
 
     def record_accepted(self, leader: str) -> None:
@@ -204,6 +204,10 @@ class RoundState:
         return bool(theirs) and plan.key == own.key and own.claim.anchor_digest not in theirs
 
     # The mean
+
+    def may_vote_for(self, plan: Plan) -> bool:
+        """Whether no later leader has asked since the plan came: that one was told that this worker lacks the mean."""
+        return self.authority.leader <= plan.authority.leader
 
     def vote_for(self, vote: Vote, comparison: Comparison | None = None, phases: RoundPhases | None = None) -> None:
         """The whole mean of the plan is here, and this worker votes for it."""
