@@ -71,8 +71,18 @@ ALONE_SHARE = 2.0
 """Times `lost_seconds`: how long a leader may say that it has ended a round, without a mean that counts here."""
 PLAN_SHARE = 2.0
 """Times `lost_seconds`: how long a leader may take for a plan when all have posted, which is one inquiry."""
+DENIED_SHARE = 2 * PLAN_SHARE
+"""Times `lost_seconds`: how long a member that should lead may say that it does not. It may follow a leader that this
+worker has passed over, and passes that over itself meanwhile."""
+PLANS_SHARE = 3.0
+"""Times as long as one plan may take, all plans of a leader for a round may: it makes a plan without the workers that
+an attempt has found out, and could go on for ever."""
 PASSED_OVER_SECONDS = 60.0
-"""A leader that did not go on is passed over for this long, and the next member leads."""
+"""A leader that did not go on is passed over for this long, and twice as long each further time; the next member
+leads."""
+LONGEST_PASSED_OVER_SECONDS = 3600.0
+"""The longest that a leader is passed over, unless it may lie: a member that would let the others wait in each round
+costs them no more than one round in an hour."""
 TWO_ENDS_SECONDS = 3600.0
 """The leaders of a round with two ends are passed over for this long, if none can be proved to lie."""
 

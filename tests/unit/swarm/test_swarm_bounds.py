@@ -19,7 +19,9 @@ from diloco.swarm.node.transfer import Transfer
 from diloco.swarm.protocol import messages
 from diloco.swarm.protocol.attendance import Attendance
 from diloco.swarm.protocol.certificate import Agreed, Certificate
+from diloco.swarm.protocol.leading import LedRoundState
 from diloco.swarm.protocol.plan import Authority
+from diloco.swarm.protocol.troubles import Dropped
 from diloco.swarm.protocol.wire import encode
 from diloco.swarm.simulator import virtual_clock
 from diloco.swarm.simulator.stories import founded, told
@@ -116,6 +118,105 @@ def test_a_leader_that_never_makes_a_plan_is_passed_over_and_the_next_one_leads(
     ended, seconds = told(story, patience=0.1)
     number = 4 if posts else 3
     assert [one.contributors for one in ended] == [(0, 1, 2, 3)[-number:]] * number and seconds < most_seconds
+
+
+def test_a_member_that_denies_that_it_leads_is_passed_over_and_the_next_one_leads() -> None:
+    async def story(swarm: MemorySwarm) -> list[RoundOutcome]:
+        workers = await founded(swarm, 4)
+
+        def deny(*_: object) -> Any:
+            return messages.NotLeader()
+
+        workers[0].node.leader.answer_ready = deny  # type: ignore[assignment, method-assign]
+        return await all_post(workers, 0)
+
+    assert [one.contributors for one in told(story, patience=0.1)] == [(0, 1, 2, 3)] * 4
+
+
+def test_a_leader_that_makes_one_plan_after_another_is_passed_over_in_the_same_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each plan begins anew what the others wait for."""
+
+    async def story(swarm: MemorySwarm) -> list[RoundOutcome]:
+        workers = await founded(swarm, 4)
+        judge = LedRoundState.judge_attempt
+
+        def try_again(led: LedRoundState, *given: Any) -> Any:
+            if led.authority.minus_number != 0:
+                return judge(led, *given)
+            return Dropped({}) if given[-1] > workers[0].began + 1.0 else None  # type: ignore[attr-defined]
+
+        make_plan = LedRoundState.make_plan
+
+        def begin(led: LedRoundState) -> Any:
+            workers[0].began = clock.now()  # type: ignore[attr-defined]
+            return make_plan(led)
+
+        monkeypatch.setattr(LedRoundState, "judge_attempt", try_again)
+        monkeypatch.setattr(LedRoundState, "make_plan", begin)
+        posts = (worker.post(values(worker.node.number), seconds=200.0) for worker in workers)
+        return [ended for ended, _ in await asyncio.gather(*posts)]
+
+    assert [one.contributors for one in told(story, patience=0.1)] == [(0, 1, 2, 3)] * 4
+
+
+def test_a_leader_that_leaves_a_member_out_of_all_rounds_is_passed_over_and_the_member_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(swarm: MemorySwarm) -> tuple[list[bool], list[set[str]]]:
+        workers = await founded(swarm, 4)
+        victim = workers[2]
+        fit = LedRoundState._is_fit
+
+        def leave_out(led: LedRoundState, peer: str) -> bool:
+            return fit(led, peer) and not (led._members.me == workers[0].name and peer == victim.name)
+
+        monkeypatch.setattr(LedRoundState, "_is_fit", leave_out)
+        run = Transfer.run
+
+        async def run_for_a_beat(transfer: Transfer) -> None:
+            await asyncio.sleep(0.3)
+            await run(transfer)
+
+        monkeypatch.setattr(Transfer, "run", run_for_a_beat)
+        seen = []
+        for sequence in range(40):
+            posts = (worker.post(values(worker.node.number, sequence), sequence=sequence) for worker in workers)
+            ended = [one for one, _ in await asyncio.gather(*posts)]
+            seen.append(any(2 in one.contributors for one in ended if one.failure is None))
+            for worker in workers:  # as if it had fetched the state
+                worker.node.own.has_state, worker.node.own.ended_round = True, sequence
+        return seen, [{kind for kind, _ in worker.trainer.events} for worker in workers]
+
+    seen, events = told(story, patience=0.1)
+    assert not any(seen[:32]) and all(seen[34:])
+    assert all("leader_passed_over" in events[number] for number in (1, 3))
+
+
+def test_a_member_that_a_plan_leaves_out_does_not_take_the_round_from_its_leader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has no plan, and takes the leader for one that makes none."""
+    run = Transfer.run
+
+    async def slowly(transfer: Transfer) -> None:
+        await asyncio.sleep(4.0)
+        await run(transfer)
+
+    async def story(swarm: MemorySwarm) -> list[tuple[RoundOutcome, int]]:
+        workers = await founded(swarm, 4)
+        await all_post(workers, 0)
+        fit = LedRoundState._is_fit
+        monkeypatch.setattr(LedRoundState, "_is_fit", lambda led, peer: fit(led, peer) and peer != workers[1].name)
+        monkeypatch.setattr(Transfer, "run", slowly)
+        ended = await all_post(workers, 1)
+        kept = [worker.node.outcomes.recent.get(1) for worker in workers]
+        return [(one, end.plan.authority.term) for one, end in zip(ended, kept, strict=True) if end is not None]
+
+    ended = told(story, patience=0.1)
+    assert len(ended) >= 3
+    assert all((one.contributors, term) == ((0, 2, 3), 1) for one, term in ended if one.failure is None)
 
 
 def test_a_leader_is_not_blamed_for_a_round_that_waits_for_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:

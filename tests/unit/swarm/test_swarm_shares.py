@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from diloco.swarm.network.transport import Stream, Unreachable
 from diloco.swarm.protocol.plan import Plan
@@ -89,11 +90,42 @@ def test_a_slow_line_has_a_smaller_share(rates: list[float | None], shares: tupl
     async def story(swarm: MemorySwarm) -> tuple[int, ...]:
         node = (await founded(swarm, 1))[0].node
         measured = {NAMES[index]: rate for index, rate in enumerate(rates) if rate is not None}
-        entries = plan(list(range(len(rates)))).entries
+        made = plan(list(range(len(rates))))
         node.participant.transfers.record(plan([0]), 1.0, measured)
-        return Shares(node.members, node.participant.transfers).make(entries)
+        return Shares(node.members, node.participant.transfers).make(made)
 
     assert told(story) == shares
+
+
+def test_only_contributors_have_shares_so_that_a_refused_one_is_never_the_last_to_reduce() -> None:
+    """Else the parts would be divided among workers that cannot exchange them, and no report would tell."""
+
+    async def story(swarm: MemorySwarm) -> tuple[tuple[int, ...], set[str]]:
+        node = (await founded(swarm, 1))[0].node
+        shares = Shares(node.members, node.participant.transfers)
+        shares.record_failure(NAMES[0], NAMES[1])
+        made = structs.replace(plan([0, 1, 2]), opposed=(2,))
+        assert [entry.number for entry in made.contributors] == [0, 1]
+        return shares.make(made), made.reducers
+
+    assert told(story) == ((), {NAMES[0], NAMES[1]})
+
+
+def test_where_no_contributor_can_reduce_those_in_most_bad_pairs_are_left_out() -> None:
+    async def story(swarm: MemorySwarm) -> tuple[set[str], set[str]]:
+        node = (await founded(swarm, 1))[0].node
+        shares = Shares(node.members, node.participant.transfers)
+        made = plan([0, 1, 2, 3, 4])
+        for bad in (3, 4):
+            for other in (0, 1):
+                shares.record_failure(NAMES[bad], NAMES[other])
+        before = shares.cut_off(made)
+        shares.record_failure(NAMES[3], NAMES[2])
+        return before, shares.cut_off(made)
+
+    before, after = told(story)
+    assert before == set(), "worker 2 can reduce"
+    assert after == {NAMES[3]}, "without it worker 2 can reduce again"
 
 
 def test_the_parts_are_divided_by_the_shares_of_those_that_contribute() -> None:

@@ -43,7 +43,7 @@ from diloco.swarm.protocol.messages import (
     Trouble,
     Waiting,
 )
-from diloco.swarm.protocol.plan import Authority, Entry, Plan
+from diloco.swarm.protocol.plan import NO_AUTHORITY, Authority, Entry, Plan
 from diloco.swarm.protocol.shares import Shares
 from diloco.swarm.protocol.terms import Terms, own_terms
 from diloco.swarm.protocol.troubles import Dropped, Quarrels
@@ -372,12 +372,14 @@ async def inquire(participant: Participant, key: RoundKey, authority: Authority)
     """Ask all live members for the state of a round, until a majority has answered. Raises SteppedDown."""
     members = participant.members
     own = participant.rounds.get(key.sequence)
+    before = NO_AUTHORITY
     if own is not None:
+        before = own.authority
         authority = authority._replace(term=max(authority.term, own.authority.term + 1))
     while True:
         peers = [members.me, *(peer.name for peer in members.live())]
         answers = await participant.ask_all(key.sequence, peers, Inquire(key.sequence, authority))
-        answers = _step_down_if_most_follow_others(participant, key.sequence, answers)
+        answers = _step_down_if_most_follow_others(participant, key.sequence, answers, before, authority)
         seen = await _judge(participant, key.sequence, answers)
         if seen is not None and seen.leader >= authority.leader:
             authority = authority._replace(term=seen.term + 1)
@@ -392,14 +394,18 @@ async def inquire(participant: Participant, key: RoundKey, authority: Authority)
 
 
 def _step_down_if_most_follow_others(
-    participant: Participant, sequence: int, answers: dict[str, PeerMessage]
+    participant: Participant, sequence: int, answers: dict[str, PeerMessage], before: Authority, asked: Authority
 ) -> dict[str, PeerMessage]:
     """Return the answers without those of members that follow another leader, and so promise nothing. Raises
-    SteppedDown."""
+    SteppedDown.
+
+    `before`: what the own worker had promised before this node asked with the authority `asked`.
+    """
     followed = {peer: answer.leader if isinstance(answer, LedBy) else None for peer, answer in answers.items()}
     leader = leader_of_most(followed, participant.outcomes.quorum.is_majority)
     if leader is not None:
         if (own := participant.rounds.get(sequence)) is not None:
+            own.take_back(asked, before)
             own.turn_to(leader)
         raise SteppedDown(f"{leader} leads it")
     return {peer: answer for peer, answer in answers.items() if followed[peer] is None}

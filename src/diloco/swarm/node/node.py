@@ -262,6 +262,8 @@ class Node:
         self.leader.record_end_elsewhere(agreed.plan.key.sequence)
         self.participant.transfers.expect_slower(agreed.late, self.settings.lost_seconds)
         self.members.attendance.record(agreed, [peer.name for peer in self.members.with_state()])
+        if (leader := self.participant.leaders.record_end(agreed.plan)) is not None:
+            self.members.emit_about("leader_passed_over", leader, round=agreed.plan.key.sequence)
         self.participant.leaders.patience_seconds = self.leader.patience_seconds
 
     # For the peers

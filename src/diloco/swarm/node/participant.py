@@ -99,6 +99,8 @@ class Participant:
         except TimeoutError:
             if ahead := self.members.first_ahead(round_.sequence):
                 await self.outcomes.resolve(round_, ahead)
+            if not round_.ended:
+                self._pass_over(self.follower.pass_over_at_deadline(round_), round_)
             round_.fail(f"no result within {posted.deadline_seconds:g} s")
         finally:
             round_.stop_transfer()
@@ -150,7 +152,8 @@ class Participant:
             if isinstance(answer, Ended):
                 await self.outcomes.resolve(round_, leader)
                 self._pass_over(self.leaders.record_ended(leader, round_), round_)
-            else:  # NotLeader: the views of both settle within a beat
+            else:  # NotLeader
+                round_.record_denied(leader)
                 self.heartbeats.beat_soon(leader)
         await self.members.wait_for_change(timing.POLL_SECONDS)
 
@@ -161,10 +164,11 @@ class Participant:
             round_.fail(reason, fatal=True)
 
     async def _watch(self, round_: OwnRound) -> None:
-        """Wait until the round has ended, its leader is lost, or it is time to ask the leader again."""
+        """Wait until the round has ended, its leader is lost or another, or it is time to ask the leader again."""
+        leader = round_.leader
         others_ended: float | None = None
         ask_again = clock.now() + timing.ASK_AGAIN_SECONDS
-        while not round_.ended and round_.leader is not None and clock.now() < ask_again:
+        while not round_.ended and leader is not None and round_.leader == leader and clock.now() < ask_again:
             await asyncio.wait({round_.outcome}, timeout=timing.POLL_SECONDS)
             self.follower.leave_lost_leader(round_)
             self._pass_over(self.follower.watch_leader(round_), round_)

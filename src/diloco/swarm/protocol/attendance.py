@@ -42,8 +42,8 @@ class Attendance:
         self._troubles = _Misses()
         self._against = _Misses()
         """Rounds in which a member's contribution pointed against the others'."""
-        self._poor_leaders: LruCache[float] = LruCache(MAX_WORKERS)
-        """Member -> the time on the node's clock until which it is passed over as a leader."""
+        self._poor_leaders: LruCache[tuple[float, float]] = LruCache(MAX_WORKERS)
+        """Member -> the time on the node's clock until which it is passed over as a leader, and for how long it is."""
 
     def record(self, agreed: Agreed, there: Iterable[str]) -> None:
         """A round has ended. `there`: the live members that have the state."""
@@ -87,10 +87,14 @@ class Attendance:
 
     def pass_over(self, leader: str, now: float, seconds: float = timing.PASSED_OVER_SECONDS) -> None:
         """The leader has led a round that did not go on, or that has ended in two ways."""
-        self._poor_leaders.put(leader, now + seconds)
+        until, before = self._poor_leaders.get(leader) or (0.0, 0.0)
+        if now + seconds <= until:
+            return
+        longer = max(seconds, min(timing.LONGEST_PASSED_OVER_SECONDS, 2 * before))
+        self._poor_leaders.put(leader, (now + longer, longer))
 
     def may_lead(self, name: str, now: float) -> bool:
-        return (self._poor_leaders.get(name) or 0.0) < now
+        return (self._poor_leaders.get(name) or (0.0, 0.0))[0] < now
 
 
 class Patience:

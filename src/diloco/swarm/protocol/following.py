@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from diloco.swarm import timing
+from diloco.swarm.network.limits import LruCache
 from diloco.swarm.network.transport import CallRefused
 from diloco.swarm.protocol.attendance import seconds_to_post
 from diloco.swarm.protocol.membership import Membership, Peer
@@ -30,7 +31,7 @@ from diloco.swarm.protocol.messages import (
     Voted,
 )
 from diloco.swarm.protocol.missed_rounds import MissedRounds
-from diloco.swarm.protocol.plan import NO_AUTHORITY, Authority, Plan
+from diloco.swarm.protocol.plan import MAX_WORKERS, NO_AUTHORITY, Authority, Plan
 from diloco.swarm.protocol.quorum import Quorum
 from diloco.swarm.protocol.round import RoundState
 from diloco.swarm.protocol.transfer_times import TransferTimes
@@ -41,6 +42,9 @@ _MOST_TERMS = 1000  # that an authority may be ahead of the last one: no member 
 _MOST_INQUIRIES = 8
 """Answer so many inquiries per peer and round while another member leads, then one after each pause, which doubles. So
 a usurper can do little, and members whose views differ for long settle all the same."""
+_MOST_LEFT_OUT = 32
+"""Pass over a leader that leaves a member out of so many rounds. An honest one tries a member that cannot be in rounds
+in every eighth, and each new leader tries it a few times more."""
 
 
 @dataclass(frozen=True)
@@ -208,9 +212,15 @@ class RoundFollower:
     def watch_leader(self, round_: RoundState) -> str | None:
         """Return the leader that is passed over now, or None. Rounds end in their order: no leader is to blame for a
         round that waits for an earlier one."""
+        return self.leaders.watch(round_, may_go_on=self._may_go_on(round_))
+
+    def pass_over_at_deadline(self, round_: RoundState) -> str | None:
+        """Return the leader that is passed over since the round has not ended in time, or None."""
+        return self.leaders.record_deadline(round_, may_go_on=self._may_go_on(round_))
+
+    def _may_go_on(self, round_: RoundState) -> bool:
         is_next = round_.sequence == min(self._rounds)
-        may_go_on = is_next and self._members.may_go_on() and self._quorum.sees_majority()
-        return self.leaders.watch(round_, may_go_on=may_go_on)
+        return is_next and self._members.may_go_on() and self._quorum.sees_majority()
 
     # Rounds of others
 
@@ -256,6 +266,10 @@ class LeaderWatch:
         self.attendance = members.attendance
         self.patience_seconds = 0.0
         """The patience that this node would have as a leader; other leaders are expected to have the same."""
+        self._left_out: LruCache[Counter[str]] = LruCache(MAX_WORKERS)
+        """Leader -> member -> the rounds in a row of this leader without the member, from one that it had posted."""
+        self._unfair: set[str] = set()
+        """Leaders that have left a member out of so many: while they are passed over, the next one asks first."""
         self._inquiries: Counter[str] = Counter()
         self._next_inquiry: dict[str, float] = {}
         self._sequence = -1
@@ -265,6 +279,8 @@ class LeaderWatch:
         leader = self._members.leader()
         if sender in (leader, self._members.me) or leader is None:
             return None
+        if round_ is not None and round_.plan is not None and round_.plan.leader == leader:
+            return leader  # the peer may be left out of the plan, and take the leader for one that makes none
         if sequence > self._sequence:
             self._inquiries.clear()
             self._next_inquiry.clear()
@@ -272,7 +288,8 @@ class LeaderWatch:
         now = self._members.now()
         lost_seconds = self._settings.lost_seconds
         waits = 0.0 if round_ is None else now - round_.started
-        if (waits < lost_seconds and self._inquiries[sender]) or now < self._next_inquiry.get(sender, 0.0):
+        early = self._inquiries[sender] or (sender in self._unfair and not self.attendance.may_lead(sender, now))
+        if (waits < lost_seconds and early) or now < self._next_inquiry.get(sender, 0.0):
             return leader
         self._inquiries[sender] += 1
         above = self._inquiries[sender] - _MOST_INQUIRIES
@@ -296,10 +313,28 @@ class LeaderWatch:
             return self._pass_over(leader, round_)
         return None
 
+    def record_end(self, plan: Plan) -> str | None:
+        """A round has ended. Pass over its leader, and return its name, if it has left the same member out of many in a
+        row: it may do so for ever, and another leader may not."""
+        leader = plan.leader
+        left_out = self._left_out.get(leader) or Counter()
+        for peer in self._members.live():
+            if plan.entry(peer.name) is not None:
+                del left_out[peer.name]
+            elif peer.name in left_out or peer.status.is_in(plan.key.sequence):
+                left_out[peer.name] += 1
+        self._left_out.put(leader, left_out)
+        if leader == self._members.me or max(left_out.values(), default=0) < _MOST_LEFT_OUT:
+            return None
+        left_out.clear()
+        self._unfair.add(leader)
+        self.attendance.pass_over(leader, self._members.now())
+        return leader
+
     def watch(self, round_: RoundState, *, may_go_on: bool) -> str | None:
         """Pass over a leader that has what it needs and does not go on; return its name. `may_go_on`: a majority is
         here."""
-        leader = round_.leader
+        leader = round_.leader or round_.denied_by
         now = self._members.now()
         if leader in (None, self._members.me) or not may_go_on or not self._most_wait(round_.sequence):
             round_.stuck_since = None
@@ -307,10 +342,20 @@ class LeaderWatch:
         if round_.plan is not None and round_.planned_at is not None and round_.stuck_since is not None:
             round_.stuck_since = max(round_.stuck_since, round_.planned_at)
         round_.stuck_since = round_.stuck_since or now
-        if now - round_.stuck_since > self._leader_seconds(round_):
+        seconds = self._leader_seconds(round_)
+        led_for = 0.0
+        if round_.plan is not None and round_.plan.leader == leader and round_.led_since is not None:
+            led_for = now - round_.led_since
+        if now - round_.stuck_since > seconds or led_for > timing.PLANS_SHARE * seconds:
             assert leader is not None
             return self._pass_over(leader, round_)
         return None
+
+    def record_deadline(self, round_: RoundState, *, may_go_on: bool) -> str | None:
+        """The deadline of this round is over: pass over the leader whose plan it was, and return its name."""
+        leader = round_.leader
+        followed = round_.plan is not None and leader == round_.plan.leader and leader != self._members.me
+        return self._pass_over(leader, round_) if leader is not None and followed and may_go_on else None
 
     def _pass_over(self, leader: str, round_: RoundState) -> str:
         self.attendance.pass_over(leader, self._members.now())
@@ -327,6 +372,8 @@ class LeaderWatch:
         """Return how long a leader may take: with a plan for its transfer; without one for the slow workers, if some
         have not posted, and else only for its inquiry, which ends when the last member has answered or is lost."""
         stall = self._settings.stall_seconds
+        if round_.leader is None:
+            return timing.DENIED_SHARE * self._settings.lost_seconds
         if round_.plan is not None:
             longest = timing.LONGEST_STEP_SHARE * self._settings.timeout_seconds
             return stall + min(longest, self._transfers.limit(round_.plan, stall))

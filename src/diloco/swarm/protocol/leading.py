@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from diloco.core.config import Merge
 from diloco.engines.rounds import RoundKey
 from diloco.swarm import timing
@@ -223,7 +225,7 @@ class LedRoundState:
         self.authority = self.authority._replace(attempt=self.authority.attempt + 1)
         entries = tuple(sorted(chosen, key=lambda entry: entry.number))
         names = [entry.peer for entry in entries]
-        self.plan = Plan(
+        plan = Plan(
             key=self.key,
             authority=self.authority,
             leader=self._members.me,
@@ -232,12 +234,12 @@ class LedRoundState:
             majority=bool(self._quorum.counting_members()) and is_majority(names),
             max_norm_ratio=terms.max_norm_ratio,
             merge=terms.merge,
-            shares=self._shares.make(entries),
             rounds=self._missed_rounds.rounds_of(self.key.fragment, entries) if self._counts_missed else (),
             counted=self._quorum.numbers_that_count_next(),
             last_ended=self._quorum.last_ended,
             opposed=self._opposed_numbers(entries),
         )
+        self.plan = structs.replace(plan, shares=self._shares.make(plan))
         return self.plan
 
     def _is_fit(self, peer: str) -> bool:

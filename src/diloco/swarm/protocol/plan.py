@@ -222,6 +222,13 @@ class Plan(PeerMessage, frozen=True, dict=True):
     def has_mean(self) -> bool:
         return self.decision.total_weight > 0
 
+    @property
+    def reducers(self) -> set[str]:
+        """The contributors that have a share in the reduction; with few parts some of them get none."""
+        share_of = dict(zip((entry.peer for entry in self.entries), self.shares, strict=False))
+        names = [entry.peer for entry in self.contributors]
+        return {name for name in names if share_of.get(name, 1)} or {*names}
+
     def ranges(self, num_parts: int) -> dict[str, range]:
         """Return a map: contributor -> the parts that it reduces: consecutive ones, divided by shares as whole parts
         allow."""

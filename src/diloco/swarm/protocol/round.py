@@ -74,10 +74,14 @@ class RoundState:
     """Binds this worker to its posted parts (audit/merkle.py)."""
     leader: str | None = None
     """The leader that has this worker's header."""
+    denied_by: str | None = None
+    """The member that was asked last, and said that it does not lead; None: the one that was asked takes the header."""
     refusals: int = 0
     """How often the header was refused in a row."""
     plan: Plan | None = None
     planned_at: float | None = None
+    led_since: float | None = None
+    """When the first plan of the leader of `plan` arrived."""
     vote: Vote | None = None
     """This worker's vote for the whole mean of `plan`, which is in the posted memory."""
     comparison: Comparison = field(default_factory=Comparison)
@@ -134,7 +138,13 @@ class RoundState:
     def record_accepted(self, leader: str) -> None:
         """The leader has taken the header."""
         self.turn_to(leader)
+        self.denied_by = None
         self.refusals = 0
+
+    def record_denied(self, leader: str) -> None:
+        """The member that this worker takes for the leader says that it is none: the views of both settle within a
+        beat, if it is honest."""
+        self.denied_by = leader
 
     def record_refused(self) -> None:
         self.refusals += 1
@@ -151,6 +161,12 @@ class RoundState:
         before = self.authority
         self.authority = authority
         return before
+
+    def take_back(self, own: Authority, before: Authority) -> None:
+        """This worker's own node has stepped down before it has made a plan of its authority `own`: no plan of another
+        leader is refused for it. What was promised to others, before or since, holds."""
+        if self.authority.leader == own.leader:
+            self.authority = before
 
     def check_plan(self, plan: Plan, sender: str, me: str) -> None:
         """Raises CallRefused if the worker `me` cannot follow it in this round."""
@@ -179,6 +195,8 @@ class RoundState:
         """The parts are exchanged anew; an earlier mean is given up."""
         self.promise(plan.authority)
         self.turn_to(plan.leader)
+        if self.plan is None or self.plan.leader != plan.leader:
+            self.led_since = now
         self.plan = plan
         self.planned_at = now
         self.drop_mean()

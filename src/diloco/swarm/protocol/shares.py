@@ -5,7 +5,7 @@ Every contributor exchanges parts with every reducer, and with no other worker. 
     bad pairs    two workers that cannot reach each other reduce nothing, and are both in the round: each exchanges its
                  parts with the others. A pair is bad while one of them does not name the other as live in its beats,
                  and for a while after a transfer between them has failed: a minute, then twice as long each time.
-                 If no worker is left to reduce after that, the one in most bad pairs is left out of the round
+                 If no worker is left to reduce after that, those in most bad pairs are left out of the round
     slow lines   a worker whose parts arrive at less than half the usual rate reduces fewer parts, or none
     withheld     a worker that did not send the mean of its range, as several say, reduces nothing for ten minutes, then
                  for twice as long each time: its contribution counts as before
@@ -20,7 +20,7 @@ from itertools import combinations
 from diloco.swarm import timing
 from diloco.swarm.network.limits import LruCache
 from diloco.swarm.protocol.membership import Membership
-from diloco.swarm.protocol.plan import MAX_WORKERS, Entry, Plan
+from diloco.swarm.protocol.plan import MAX_WORKERS, Plan
 from diloco.swarm.protocol.transfer_times import TransferTimes
 
 _FULL = 4
@@ -47,32 +47,33 @@ class Shares:
     def is_blocked(self, plan: Plan) -> bool:
         """Whether a worker that reduces parts in this plan has lost another one since, and others can do without it."""
         apart = self._apart([entry.peer for entry in plan.entries])
-        reducing = (
-            [entry.peer for entry, share in zip(plan.entries, plan.shares, strict=False) if share]
-            if plan.shares
-            else apart
-        )
-        return not apart.isdisjoint(reducing) and bool(self.make(plan.entries))
+        return not apart.isdisjoint(plan.reducers) and bool(self.make(plan))
 
-    def make(self, entries: Sequence[Entry]) -> tuple[int, ...]:
+    def make(self, plan: Plan) -> tuple[int, ...]:
         """Share out the reduction. Returns the share of each entry; () if all have the same one, or none can exchange
-        parts with all others."""
-        names = [entry.peer for entry in entries]
+        parts with all others. Only contributors reduce: it is () too where none but others have a share."""
+        names = [entry.peer for entry in plan.entries]
+        contributing = {entry.peer for entry in plan.contributors}
         without = self._apart(names) | {name for name in names if self._is_off(self._withheld, name)}
         shares = tuple(0 if name in without else share for name, share in zip(names, self._by_rate(names), strict=True))
-        return () if not any(shares) or len(set(shares)) == 1 else shares
+        of_reducers = [share for name, share in zip(names, shares, strict=True) if name in contributing]
+        return () if not any(of_reducers) or len(set(shares)) == 1 else shares
 
-    def cut_off(self, entries: Sequence[Entry]) -> str | None:
-        """Where every worker is in a bad pair: the one without which others can reduce again, if there is such a
-        worker."""
-        names = [entry.peer for entry in entries]
-        if len(self._apart(names)) < len(names):
-            return None
-        bad = {name: sum(self._is_off(self._failed, _pair(name, other)) for other in names) for name in names}
-        own = {name: self._is_off(self._failed, _pair(name, self._members.me)) for name in names}  # no other's word
-        worst = max(names, key=lambda name: (bad[name], own[name]))
-        rest = [name for name in names if name != worst]
-        return worst if bad[worst] > 1 and len(self._apart(rest)) < len(rest) else None
+    def cut_off(self, plan: Plan) -> set[str]:
+        """Return the workers without which a contributor can reduce again, where every one is in a bad pair: those in
+        most bad pairs first; none if it is not clear which these are."""
+        rest = [entry.peer for entry in plan.entries]
+        contributing = {entry.peer for entry in plan.contributors}
+        out = set[str]()
+        while contributing.intersection(rest) <= self._apart(rest):
+            bad = {name: sum(self._is_off(self._failed, _pair(name, other)) for other in rest) for name in rest}
+            own = {name: self._is_off(self._failed, _pair(name, self._members.me)) for name in rest}  # no other's word
+            worst = max(rest, key=lambda name: (bad[name], own[name]), default=None)
+            if worst is None or bad[worst] < 2:
+                return set()
+            out.add(worst)
+            rest.remove(worst)
+        return out
 
     def _apart(self, names: Sequence[str]) -> set[str]:
         """Return the workers that are in a bad pair."""

@@ -91,11 +91,10 @@ class Troubles:
             return Dropped({}, withheld=late)  # it reduces nothing in the next attempt
         pairs = self._pairs(plan)
         news = [shares.record_failure(*pair) for pair in pairs]
-        cut_off = shares.cut_off(plan.entries)
-        if cut_off not in (None, self._members.me) and is_majority(
-            [entry.peer for entry in plan.entries if entry.peer != cut_off]
-        ):
-            return Dropped({cut_off: "others cannot exchange parts with it"})
+        cut_off = shares.cut_off(plan)
+        rest = [entry.peer for entry in plan.entries if entry.peer not in cut_off]
+        if cut_off and self._members.me not in cut_off and is_majority(rest):
+            return Dropped(dict.fromkeys(sorted(cut_off), "others cannot exchange parts with it"))
         if True in news:  # bad pairs exchange no parts from now on
             return Dropped({})
         return self._judge_pairs(plan, pairs, quarrels)
@@ -129,11 +128,10 @@ class Troubles:
 
     def _pairs(self, plan: Plan) -> list[Pair]:
         """Pairs of workers that cannot exchange parts, as one of the two reports, and have to in this plan."""
-        shares = dict(zip((entry.peer for entry in plan.entries), plan.shares, strict=False))
         reported = [
             _pair(sender, report.peer) for sender, report in self._reported if plan.entry(report.peer) is not None
         ]
-        return [pair for pair in dict.fromkeys(reported) if any(shares.get(name, 1) for name in pair)]
+        return [pair for pair in dict.fromkeys(reported) if not plan.reducers.isdisjoint(pair)]
 
     def _judge_pairs(self, plan: Plan, pairs: list[Pair], quarrels: "Quarrels") -> Dropped | None:
         """Dropped({}): try again, the first time with both workers of each pair, then with one of them; None: go on."""
