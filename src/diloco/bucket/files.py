@@ -1,0 +1,56 @@
+"""Whole files of a run in its bucket: its description, tokenizer and text, and the tensors of states."""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from diloco.bucket.records import Malformed
+from diloco.bucket.store import REQUESTS_AT_ONCE, Store
+from diloco.errors import EngineError
+
+_READ_BYTES = 1 << 23
+
+
+async def put_files(store: Store, files: Mapping[str, Path]) -> None:
+    """Put these files into the bucket, by name, unless ones of their size are there."""
+    there = {stored.name: stored.size for stored in await store.list("files/")}
+    for name, path in files.items():
+        if there.get(f"files/{name}") != path.stat().st_size:
+            await store.put(f"files/{name}", path)
+
+
+async def fetch_file(store: Store, name: str, path: Path) -> None:
+    """Fetch a file of the run; `path` then holds all of it, or does not exist."""
+    stored = [each for each in await store.list("files/") if each.name == f"files/{name}"]
+    if not stored:
+        raise EngineError(f"the bucket has no file {name}: the run's first worker writes it when it starts")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        await download(store, stored[0].name, stored[0].size, partial)
+        partial.replace(path)
+    except Malformed as problem:
+        raise EngineError(f"{name} cannot be fetched: {problem}") from problem
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+async def download(store: Store, name: str, num_bytes: int, path: Path, digest: bytes | None = None) -> None:
+    """A whole object into a file, some ranges at a time. `digest`: the SHA-256 that it must have."""
+    hashed = hashlib.sha256()
+    starts = range(0, num_bytes, _READ_BYTES)
+
+    async def read(start: int) -> bytes:
+        data = await store.read_range(name, start, min(start + _READ_BYTES, num_bytes))
+        if data is None:
+            raise Malformed(f"{name} is gone")
+        return data
+
+    with path.open("wb") as file:
+        for first in range(0, len(starts), REQUESTS_AT_ONCE):
+            for data in await asyncio.gather(*map(read, starts[first : first + REQUESTS_AT_ONCE])):
+                hashed.update(data)
+                await asyncio.to_thread(file.write, data)
+    if digest is not None and hashed.digest() != digest:
+        raise Malformed(f"{name} has another digest than its record")

@@ -1,0 +1,289 @@
+"""One worker's rounds in a bucket. Each step is an object there (records.py):
+
+    post     the data, then the post that names it
+    plan     made by the first worker that may (rules.seconds_to_plan); every worker follows it
+    mean     each contributor reduces its range of parts (means.py)
+    end      all ranges are there
+
+A worker that missed a round finds the plan, and the mean, where they lie.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from diloco.bucket import rules
+from diloco.bucket.means import MeanCollector, memory_of
+from diloco.bucket.members import Emit, Members
+from diloco.bucket.records import (
+    Encoding,
+    Malformed,
+    Post,
+    RoundPlan,
+    decode,
+    encode,
+    number_in,
+    round_prefix,
+    sequence_prefix,
+)
+from diloco.bucket.settings import BucketSettings
+from diloco.bucket.store import PatientStore, Store, Stored, StoreUnavailable
+from diloco.core.config import Merge
+from diloco.engines.rounds import Comparison, RoundKey, RoundPhases
+
+
+@dataclass(frozen=True, eq=False)
+class PostedRound:
+    """A round as the trainer posts it."""
+
+    key: RoundKey
+    header: bytes
+    note: bytes
+    encoding: Encoding
+    data: Tensor
+    """All encoded parts on the CPU, unchanged until the round has ended."""
+    mean: Tensor
+    """Where the encoded mean goes, on the CPU. It may be the memory of `data`."""
+    max_norm_ratio: float | None
+    merge: Merge
+    deadline_seconds: float
+
+
+@dataclass(frozen=True)
+class EndedRound:
+    """How a round ended for this worker: with the plan and its mean, or with why not."""
+
+    key: RoundKey
+    plan: RoundPlan | None = None
+    failure: str | None = None
+    resync: bool = False
+    """The others have ended the round, or may have, without this worker."""
+    comparison: Comparison = field(default_factory=Comparison)
+    phases: RoundPhases = field(default_factory=RoundPhases)
+    mean_digest: str = ""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Rounds:
+    """Posts, plans and means, as this worker writes and reads them."""
+
+    def __init__(self, settings: BucketSettings, members: Members, emit: Emit, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._members = members
+        self._emit = emit
+        self._clock = clock
+        self._seen = rules.RoundsSeen()
+        self.next_round = 0
+        """The first round that this worker has not posted."""
+        self.due_round = -1
+        """The latest round that the others wait for no longer."""
+
+    # A round of this worker
+
+    async def take_part(self, store: PatientStore, posted: PostedRound) -> EndedRound:
+        """Post, follow the round's plan, and bring the mean into `posted.mean`."""
+        started = self._clock()
+        key = posted.key
+        status = self._members.status
+        self.next_round = max(self.next_round, key.sequence + 1)
+        status.next_round = max(status.next_round, key.sequence)
+        try:
+            ended = await self._take_part(store, posted, started + posted.deadline_seconds)
+        except StoreUnavailable as problem:
+            ended = EndedRound(key, failure=f"the bucket cannot be reached: {problem}", resync=True)
+        except Malformed as problem:  # what decides the round cannot be read: no worker has a mean of it
+            ended = EndedRound(key, failure=f"its plan cannot be read: {problem}")
+        status.next_round = max(status.next_round, key.sequence + 1)
+        if ended.resync:
+            status.has_state = False
+        seconds = self._clock() - started
+        return replace(ended, sent_bytes=store.sent_bytes, received_bytes=store.received_bytes, seconds=seconds)
+
+    async def _take_part(self, store: Store, posted: PostedRound, deadline: float) -> EndedRound:
+        key = posted.key
+        prefix = round_prefix(key)
+        own = self._members.own
+        if any(stored.name == f"{prefix}plan" for stored in await store.list(prefix)):
+            return EndedRound(key, failure="the others ended it without this worker", resync=True)
+        data = memory_of(posted.data)
+        digests = await asyncio.to_thread(posted.encoding.digests, data)
+        post = Post(own, posted.header, posted.note, secrets.token_hex(8), posted.encoding, digests)
+        if len(data):
+            await store.put(post.data_name, data)
+        before = self._clock()
+        if not await store.create(f"{prefix}post/{own}", encode(post)):
+            return EndedRound(key, failure="an earlier process of this worker has posted in it", resync=True)
+        posted_at = self._clock()
+        plan, made_at = await self._planned(store, posted, (before, posted_at), deadline)
+        heard_at = self._clock()
+        if plan.post_of(own) != post:
+            return EndedRound(key, failure="the others ended it without this worker", resync=True)
+        collector = MeanCollector(store, self._settings, plan, own, posted.data, self._emit)
+        mean = await collector.collect(posted.mean, self._clock, self._members.now, made_at)
+        ended_at = self._clock()
+        self.record_end(plan, made_at)
+        mean_digest = ""
+        if plan.has_mean:
+            mean_digest = (await asyncio.to_thread(hashlib.sha256, memory_of(posted.mean))).hexdigest()[:16]
+        phases = RoundPhases(
+            others_seconds=heard_at - posted_at,
+            send_seconds=max(0.0, ended_at - heard_at - (mean.reduce_seconds or 0.0)),
+            reduce_seconds=mean.reduce_seconds,
+        )
+        return EndedRound(key, plan, comparison=mean.comparison, phases=phases, mean_digest=mean_digest)
+
+    async def _planned(
+        self, store: Store, posted: PostedRound, written: tuple[float, float], deadline: float
+    ) -> tuple[RoundPlan, float]:
+        """The round's plan, and when it was made: this worker makes it if it is the first one that may.
+
+        `written`: the moments between which this worker's post was written.
+        """
+        prefix = round_prefix(posted.key)
+        settings = self._settings
+        while True:
+            listed = {stored.name.removeprefix(prefix): stored for stored in await store.list(prefix)}
+            if "plan" in listed:
+                return await self._read_plan(store, posted.key), listed["plan"].modified
+            posts = _posts_in(listed)
+            if self._members.own in posts:
+                self._members.learn_time(posts[self._members.own], *written)
+            wait = self._seconds_to_plan(posts, posted.key.sequence, settings.patience)
+            if wait <= 0:  # look who is there now, before a round goes on without them
+                await self._members.listen(store)
+                wait = self._seconds_to_plan(posts, posted.key.sequence, settings.patience)
+            if wait <= 0 or self._clock() >= deadline:
+                await self._make_plan(store, posted, posts)
+                continue
+            waited = self._clock() - written[1]
+            poll = rules.poll_seconds(waited, settings.least_poll_seconds, settings.most_poll_seconds)
+            await asyncio.sleep(max(0.0, min(wait, poll, deadline - self._clock())))
+
+    async def _read_plan(self, store: Store, key: RoundKey) -> RoundPlan:
+        content = await store.read(f"{round_prefix(key)}plan")
+        if content is None:
+            raise Malformed("it was there, and is gone")
+        plan = decode(content, RoundPlan)
+        if plan.key != key:
+            raise Malformed(f"it is of round {plan.key.sequence}, fragment {plan.key.fragment}")
+        return plan
+
+    def _seconds_to_plan(self, posts: Mapping[int, Stored], sequence: int, patience: float) -> float:
+        """`patience`: in usual times from round to round; before one is known, in longest times."""
+        now = self._members.now()
+        members = self._members
+        expected = rules.expected_members(members.others, self._seen, sequence, members.own, now)
+        usual = self._seen.usual_seconds or self._settings.timeout_seconds
+        posted_at = {number: stored.modified for number, stored in posts.items()}
+        return rules.seconds_to_plan(posted_at, expected, now, patience * usual)
+
+    async def _make_plan(self, store: Store, posted: PostedRound, posts: Mapping[int, Stored]) -> None:
+        """Create the plan of all sound posts, unless another worker has just done so."""
+        key = posted.key
+        numbers = sorted(posts)
+        contents = await asyncio.gather(*(store.read(posts[number].name) for number in numbers))
+        sound: dict[int, Post] = {}
+        for number, content in zip(numbers, contents, strict=True):
+            try:
+                if content is not None:
+                    sound[number] = _checked(decode(content, Post), number, posted)
+            except Malformed as problem:
+                self._emit("malformed_post", {"member": number, "round": key.sequence, "reason": str(problem)})
+        own = sound.get(self._members.own)
+        if own is None:
+            raise Malformed("this worker's own post is gone")
+        same = [post for post in sound.values() if post.parsed.layout_digest == own.parsed.layout_digest]
+        for post in sound.values():
+            if post not in same:
+                reason = (
+                    f"layout {post.parsed.layout_digest} against {own.parsed.layout_digest}: another model or settings"
+                )
+                self._emit("malformed_post", {"member": post.worker, "round": key.sequence, "reason": reason})
+        rounds = rules.rounds_of_work(self._seen, key.fragment, [post.worker for post in same])
+        plan = RoundPlan(key, tuple(same), posted.max_norm_ratio, posted.merge, rounds)
+        await store.create(f"{round_prefix(key)}plan", encode(plan))
+
+    def record_end(self, plan: RoundPlan, made_at: float) -> None:
+        """A round has ended, with this worker in it or before it came."""
+        self._seen.record(plan, made_at)
+        status = self._members.status
+        sequence = plan.key.sequence
+        status.ended_round = max(status.ended_round, sequence)
+        if self._members.own in plan.decision.contributors:
+            status.contributed_round = sequence
+
+    async def remove_data(self, store: Store, plan: RoundPlan) -> None:
+        """Remove the contributions to an earlier round; the first worker of each plan does."""
+        old = plan.key.sequence - self._settings.kept_rounds
+        if old >= 0 and plan.posts[0].worker == self._members.own:
+            stored = await store.list(sequence_prefix(old))
+            await store.delete([each.name for each in stored if "/data/" in each.name])
+
+    # Rounds of others
+
+    async def means_from(self, store: Store, first: int) -> list[tuple[RoundPlan, Tensor | None]]:
+        """The rounds from `first` on that others have planned, one after another, with their means; None: it has none.
+
+        A mean of which ranges are missing is completed here: its workers may all be gone.
+        """
+        means: list[tuple[RoundPlan, Tensor | None]] = []
+        while True:
+            prefix = sequence_prefix(first + len(means))
+            plans = [stored for stored in await store.list(prefix) if _is_plan_of_fragment(stored.name, prefix)]
+            content = await store.read(plans[0].name) if plans else None
+            if content is None:
+                return means
+            plan = decode(content, RoundPlan)
+            mean = None
+            if plan.has_mean:
+                encoding = plan.encoding
+                mean = torch.empty((encoding.num_parts, encoding.mean_part_bytes), dtype=torch.uint8)
+                collector = MeanCollector(store, self._settings, plan, self._members.own, None, self._emit)
+                await collector.collect(mean, self._clock, self._members.now, plans[0].modified)
+            self.record_end(plan, plans[0].modified)
+            means.append((plan, mean))
+
+    async def look_ahead(self, store: Store) -> None:
+        """See whether the others are in the next round and will not wait much longer (`due_round`)."""
+        sequence = self.next_round
+        by_fragment: dict[str, dict[str, Stored]] = {}
+        for stored in await store.list(sequence_prefix(sequence)):
+            fragment, _, rest = stored.name.removeprefix(sequence_prefix(sequence)).partition("/")
+            by_fragment.setdefault(fragment, {})[rest] = stored
+        for fragment, listed in by_fragment.items():
+            if fragment.startswith("-"):  # the others confirm their end; this worker trains on
+                continue
+            posts = _posts_in(listed)
+            half_of_patience = 0.5 * self._settings.patience
+            if "plan" in listed or (posts and self._seconds_to_plan(posts, sequence, half_of_patience) <= 0):
+                self.due_round = max(self.due_round, sequence)
+
+
+def _posts_in(listed: Mapping[str, Stored]) -> dict[int, Stored]:
+    """The posts of a round by worker; `listed`: its objects by the rest of their name."""
+    posts = {}
+    for name, stored in listed.items():
+        number = number_in(name)
+        if number is not None and name == f"post/{number}":
+            posts[number] = stored
+    return posts
+
+
+def _is_plan_of_fragment(name: str, prefix: str) -> bool:
+    """Not the plan of a confirmation (fragment −1)."""
+    fragment, _, rest = name.removeprefix(prefix).partition("/")
+    return rest == "plan" and fragment.isdigit()
+
+
+def _checked(post: Post, number: int, posted: PostedRound) -> Post:
+    """A post of the same round, by the worker that its name says."""
+    if post.worker != number or post.parsed.key != posted.key or post.encoding != posted.encoding:
+        raise Malformed("it is of another worker, round or encoding")
+    return post
