@@ -2,9 +2,9 @@
 
 A scenario is a function of an engine. `local` runs it in threads; `torch_distributed` in real processes, where all
 scenarios share one world per number of workers, since starting one is slow; `swarm` in threads with a real sidecar
-each, in one swarm that the workers leave one after another.
+each, in one swarm that the workers leave one after another; `bucket` likewise, in one shared folder.
 
-A swarm is different in what rests on a fixed membership. Its rounds are led, so bytes are counted otherwise, and a
+A swarm is different in what rests on a fixed membership, and so is a bucket. Its rounds are led, so bytes are counted otherwise, and a
 worker that does not fit in (another model, another round) is told so alone: the others go on without it.
 """
 
@@ -36,10 +36,11 @@ from diloco.engines.header import HEADER_BYTES
 from diloco.engines.rounds import GlobalState, Report, RoundKey, RoundPhases
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.errors import EngineError, RoundFailed
+from support.bucket import LoopbackBucket
 from support.problem import Story, train
 from support.processes import in_processes
 from support.rounds import NUMEL, average, contribution, decoded, message, plain_mean, values
-from support.swarm.engines import LoopbackSwarm, Shifted, together
+from support.swarm.engines import ElasticWorkers, LoopbackSwarm, Shifted, together
 from support.threads import in_threads
 
 FEWEST_TO_CLIP = FEWEST_TO_MERGE["clipped"]
@@ -235,7 +236,7 @@ def in_one_world(engine: TorchDistributedEngine) -> dict[str, Any]:
     return answers
 
 
-def in_one_swarm(swarm: LoopbackSwarm, first: int) -> tuple[list[dict[str, Any]], int]:
+def in_one_swarm(swarm: ElasticWorkers, first: int) -> tuple[list[dict[str, Any]], int]:
     """All scenarios by all workers, and the round after them."""
     everyone: list[dict[str, Any]] = [{} for _ in swarm.engines]
     for name in SWARM:
@@ -253,7 +254,7 @@ def in_one_swarm(swarm: LoopbackSwarm, first: int) -> tuple[list[dict[str, Any]]
 
 @dataclass
 class Told:
-    """What one swarm did: answers by the number of workers that it had, calm runs, a worker that was lost."""
+    """What one swarm, or the workers of one bucket, did: answers by the number of workers that it had, calm runs, a worker that was lost."""
 
     answers: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     calm: list[list[Story]] = field(default_factory=list)
@@ -301,6 +302,25 @@ def swarm() -> Told:
     return told
 
 
+@functools.cache
+def bucket() -> Told:
+    """The same as in a swarm, in a shared folder."""
+    told = Told()
+    with LoopbackBucket(3) as world:
+        first = 0
+        for sync, steps, options in CALM:
+            stories, first = world.train(sync, steps, first, **options)
+            told.calm.append([story.without_mean() for story in stories])
+        for workers in (3, 2, 1):
+            told.answers[workers], first = in_one_swarm(world, first)
+            if workers == 2:
+                told.apart, first = world.train(PLAIN, APART, first, seed=0)
+            else:
+                world.leave()
+    return told
+
+
+ELASTIC = {"swarm": swarm, "bucket": bucket}
 _worlds: dict[int, list[dict[str, Any]]] = {}
 
 
@@ -308,8 +328,8 @@ def answers(engine: str, workers: int, name: str) -> list[Any]:
     """What each worker answered in a scenario."""
     if engine == "local":
         return in_threads(workers, SCENARIOS[name])
-    if engine == "swarm":
-        return [world[name] for world in swarm().answers[workers]]
+    if engine in ELASTIC:
+        return [world[name] for world in ELASTIC[engine]().answers[workers]]
     if workers not in _worlds:
         _worlds[workers] = in_processes(workers, in_one_world)
     return [world[name] for world in _worlds[workers]]
@@ -323,7 +343,7 @@ def equal(everyone: list[Any]) -> Any:
 
 FIXED = ["local", pytest.param("torch_distributed", marks=pytest.mark.slow)]
 over_engines = pytest.mark.parametrize(
-    "engine", [*FIXED, pytest.param("swarm", marks=pytest.mark.slow)], scope="module"
+    "engine", [*FIXED, *(pytest.param(name, marks=pytest.mark.slow) for name in ELASTIC)], scope="module"
 )
 over_fixed_engines = pytest.mark.parametrize("engine", FIXED, scope="module")
 over_workers = pytest.mark.parametrize("workers", [1, 2, 3], scope="module")
@@ -341,18 +361,19 @@ def test_i1_all_workers_get_the_same_bits_with_every_codec(engine: str, workers:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch_distributed", "swarm"])
+@pytest.mark.parametrize("engine", ["torch_distributed", *ELASTIC])
 @over_workers
 def test_i8_all_engines_give_the_same_bytes_with_every_codec(workers: int, engine: str) -> None:
     assert equal(answers("local", workers, "every_codec")) == equal(answers(engine, workers, "every_codec"))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", list(ELASTIC))
 @pytest.mark.parametrize("run", range(len(CALM)), ids=CALM_NAMES)
-def test_i8_a_calm_swarm_has_the_local_engines_trajectory_bit_for_bit(run: int) -> None:
+def test_i8_calm_elastic_workers_have_the_local_engines_trajectory_bit_for_bit(run: int, engine: str) -> None:
     sync, steps, options = CALM[run]
     local = in_threads(3, lambda engine: train(engine, sync, steps, **options).without_mean())
-    for mine, theirs in zip(swarm().calm[run], local, strict=True):
+    for mine, theirs in zip(ELASTIC[engine]().calm[run], local, strict=True):
         assert replace(mine, bytes_sent=0) == replace(theirs, bytes_sent=0)
         assert len(set(mine.digests)) > 2 and mine.steps == steps
     taken = [len(one.losses) for one in local]
@@ -366,8 +387,9 @@ def test_a_worker_whose_p2pd_was_killed_is_in_the_swarm_again_under_its_number()
 
 
 @pytest.mark.slow
-def test_in_a_swarm_a_loop_with_fewer_steps_leaves_with_its_work_in_the_mean_and_the_other_goes_on() -> None:
-    long, short = swarm().apart
+@pytest.mark.parametrize("engine", list(ELASTIC))
+def test_an_elastic_loop_with_fewer_steps_leaves_with_its_work_in_the_mean_and_the_other_goes_on(engine: str) -> None:
+    long, short = ELASTIC[engine]().apart
     assert (long.steps, short.steps) == APART
     assert [result.total_weight for result in long.results] == [12.0, 6.0 + 5.0, 6.0, 5.0]
     assert short.digests[-1] in long.digests[:-1]
@@ -509,8 +531,11 @@ def test_an_engine_tells_of_no_more_seconds_than_have_passed(engine: str, worker
         assert all(seconds >= 0 for seconds in known) and sum(known) <= passed
         if engine == "local":
             assert told.others_seconds is not None and told.send_seconds is None
-        elif workers > 1:
+        elif workers > 1 and engine != "bucket":
             assert len(known) == 3
+    if engine == "bucket":  # each chunk of parts has one reducer, and 12 parts fit into one or several of them
+        assert all(told.others_seconds is not None and told.send_seconds is not None for told, _ in everyone)
+        assert any(told.reduce_seconds is not None for told, _ in everyone)
     if engine == "local":
         assert sum(told.reduce_seconds is not None for told, _ in everyone) == 1
 

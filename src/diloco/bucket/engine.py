@@ -68,8 +68,9 @@ class BucketEngine(Engine):
         self.leave_deadline = math.inf
         self._store = store
         self._loop = asyncio.new_event_loop()
+        self._loop_ends = asyncio.Event()
         self._node = Node(store, settings, self._emit, self._loop.time)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="diloco-bucket", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="diloco-bucket", daemon=True)
         self._thread.start()
         try:
             self.ask(self._node.start(), _START_SECONDS, "the start of this worker in the bucket")
@@ -92,8 +93,13 @@ class BucketEngine(Engine):
         except StoreUnavailable as problem:
             raise EngineError(f"{what} failed: {problem}") from problem
 
+    def _run_loop(self) -> None:
+        """The body of the thread, until `_end_loop`: what still runs then is cancelled."""
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._loop_ends.wait())
+
     def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._loop_ends.set)
         self._thread.join(_LEAVE_SECONDS)
 
     # Members
@@ -203,14 +209,9 @@ class BucketEngine(Engine):
             except RoundFailed:
                 after = None
         seconds = self.settings.timeout_seconds if self._joined else _STATE_SECONDS
+        self._node.most_state_bytes = self.most_state_bytes
         work = self._node.fetch_state(after, seconds)
         state = self.ask(work, seconds + _GRACE_SECONDS, "fetching the run's state")
-        if state is not None and self.most_state_bytes is not None:
-            size = sum(tensor.nbytes for tensor in state.tensors.values())
-            if size > self.most_state_bytes:
-                raise RoundFailed(
-                    f"the run's state has {size:,} bytes, and this model's at most {self.most_state_bytes:,}"
-                )
         self._joined = True
         return state
 

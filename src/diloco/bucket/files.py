@@ -10,7 +10,7 @@ from diloco.bucket.records import Malformed
 from diloco.bucket.store import REQUESTS_AT_ONCE, Store
 from diloco.errors import EngineError
 
-_READ_BYTES = 1 << 23
+_READ_BYTES = 1 << 22
 
 
 async def put_files(store: Store, files: Mapping[str, Path]) -> None:
@@ -34,6 +34,14 @@ async def fetch_file(store: Store, name: str, path: Path) -> None:
         raise EngineError(f"{name} cannot be fetched: {problem}") from problem
     finally:
         partial.unlink(missing_ok=True)
+
+
+async def read_whole(store: Store, name: str, num_bytes: int) -> bytearray | None:
+    """Read the first bytes of an object, some ranges at a time; all of it if it is shorter. None: it is not there."""
+    starts = range(0, num_bytes, _READ_BYTES)
+    ends = [min(start + _READ_BYTES, num_bytes) for start in starts]
+    ranges = await asyncio.gather(*(store.read_range(name, *each) for each in zip(starts, ends, strict=True)))
+    return None if None in ranges else bytearray(b"".join(data for data in ranges if data is not None))
 
 
 async def download(store: Store, name: str, num_bytes: int, path: Path, digest: bytes | None = None) -> None:

@@ -1,11 +1,19 @@
 """The mean of a planned round: each contributor reduces a range; one that does not come is computed by another worker.
 
 Which contributions are in the mean, in what order and with what weights, the plan says; so every worker that computes a
-range gives it the same bits. What comes from the bucket is checked against the digests in the plan.
+range gives it the same bits. What comes from the bucket is checked against the digests in the plan. Data that does not
+have them is in no mean: the worker that finds it so creates that verdict where the range of the mean would be, and so
+all workers see the one or the other; after a verdict all reduce the round again, without that contribution.
+
+Every worker computes one chunk of the mean itself, chosen at random, and compares it with what it was given. A range
+with a wrong one is computed anew, put in place of the wrong one, and its author is named in an event. That finds broken
+machines and crude lies; it is no protection against members of the run that lie in few chunks.
 """
 
 import asyncio
 import hashlib
+import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,10 +21,11 @@ import torch
 from torch import Tensor
 
 from diloco.bucket import rules
+from diloco.bucket.files import read_whole
 from diloco.bucket.members import Emit
 from diloco.bucket.records import Malformed, MeanRange, Post, RoundPlan, join_mean, round_prefix, split_mean
 from diloco.bucket.settings import BucketSettings
-from diloco.bucket.store import Store, StoreUnavailable
+from diloco.bucket.store import Store
 from diloco.codecs.registry import codec
 from diloco.engines.reduction import reduce_parts
 from diloco.engines.rounds import Comparison
@@ -29,13 +38,50 @@ _CHUNKS_AHEAD = 2
 class CollectedMean:
     """What is known of a mean that is here."""
 
+    plan: RoundPlan
+    """The plan, without contributions whose data could not be used."""
     comparison: Comparison
     reduce_seconds: float | None
     """How long this worker's own range took; None if it has none."""
 
 
-class MeanCollector:
-    """Brings the mean of one round into memory."""
+class UnusableData(Exception):
+    """A contribution's data is not what its worker has posted. `author`: the worker that says so."""
+
+    def __init__(self, worker: int, author: int) -> None:
+        super().__init__(worker, author)
+        self.worker = worker
+        self.author = author
+
+
+async def collect_mean(
+    store: Store,
+    settings: BucketSettings,
+    plan: RoundPlan,
+    worker: int,
+    own_data: Tensor | None,
+    out: Tensor,
+    *,
+    emit: Emit,
+    clock: Callable[[], float],
+    seconds_since_plan: Callable[[], float],
+) -> CollectedMean:
+    """Put the whole mean of a round into `out`, which may be the memory of `own_data`.
+
+    `own_data`: the encoded contribution of worker `worker`, this one, if it is in memory.
+    """
+    while True:
+        mean = _Mean(store, settings, plan, worker, own_data, emit, clock)
+        try:
+            return await mean.collect(out, seconds_since_plan)
+        except UnusableData as problem:
+            told = {"member": problem.worker, "round": plan.key.sequence, "told_by": problem.author}
+            emit("unusable_data", told)
+            plan = plan.without(problem.worker)
+
+
+class _Mean:
+    """Brings the mean of one plan into memory."""
 
     def __init__(
         self,
@@ -45,43 +91,45 @@ class MeanCollector:
         worker: int,
         own_data: Tensor | None,
         emit: Emit,
+        clock: Callable[[], float],
     ) -> None:
-        """`own_data`: the encoded contribution of worker `worker`, this one, if it is in memory."""
         self._store = store
         self._settings = settings
         self._plan = plan
         self._worker = worker
         self._own_data = own_data
         self._emit = emit
-        self._prefix = f"{round_prefix(plan.key)}mean/"
+        self._clock = clock
+        without = "".join(f"-{worker}" for worker in plan.unusable)
+        self._prefix = f"{round_prefix(plan.key)}mean{without}/"
         self._ranges = plan.ranges()
         self._missing = {index for index, chunks in enumerate(self._ranges) if chunks}
         # The mean may take the memory of `own_data`: ranges wait here until nothing of it is read any more.
         self._arrived: dict[int, Tensor] = {}
         self._comparisons: dict[int, Comparison] = {}
+        self._authors: dict[int, int] = {}
+        """Range -> the other worker that has computed it."""
 
-    async def collect(
-        self, out: Tensor, clock: Callable[[], float], now: Callable[[], float], made_at: float
-    ) -> CollectedMean:
-        """Put the whole mean into `out`. `made_at`: when the plan was made, on the store's clock `now`."""
+    async def collect(self, out: Tensor, seconds_since_plan: Callable[[], float]) -> CollectedMean:
         settings = self._settings
-        began = clock()
+        began = self._clock()
         reduce_seconds: float | None = None
         for index, post in enumerate(self._plan.contributors):
             if post.worker == self._worker and index in self._missing:
                 await self._compute(index)
-                reduce_seconds = clock() - began
+                reduce_seconds = self._clock() - began
         patience = settings.late_seconds + 2 * (reduce_seconds or 0.0)
-        waiting_since = clock()
+        waiting_since = self._clock()
         while self._missing:
             if await self._fetch_ready() or not self._missing:
                 continue
-            if now() - made_at > patience:
+            if seconds_since_plan() > patience:
                 late = sorted(self._missing)
                 await self._compute(late[self._worker % len(late)])
                 continue
-            waited = clock() - waiting_since
+            waited = self._clock() - waiting_since
             await asyncio.sleep(rules.poll_seconds(waited, settings.least_poll_seconds, settings.most_poll_seconds))
+        await self._check_some()
         for index, mean in self._arrived.items():
             chunks = self._ranges[index]
             rows = out[chunks[0].start : chunks[-1].stop]
@@ -89,55 +137,114 @@ class MeanCollector:
         total = Comparison.empty(len(self._plan.contributors))
         for index in sorted(self._comparisons):
             total = total + self._comparisons[index]
-        return CollectedMean(total, reduce_seconds)
+        return CollectedMean(self._plan, total, reduce_seconds)
+
+    # Ranges that other workers have computed
 
     async def _fetch_ready(self) -> bool:
         """Read the ranges that others have computed; whether there were any."""
-        there = {stored.name.removeprefix(self._prefix) for stored in await self._store.list(self._prefix)}
-        ready = sorted(index for index in self._missing if str(index) in there)
-        contents = await asyncio.gather(*(self._store.read(f"{self._prefix}{index}") for index in ready))
-        for index, content in zip(ready, contents, strict=True):
-            if content is None:
+        sizes = {stored.name.removeprefix(self._prefix): stored.size for stored in await self._store.list(self._prefix)}
+        ready = sorted(index for index in self._missing if str(index) in sizes)
+        for index in ready:
+            content = await self._read_range_of_mean(index, sizes[str(index)])
+            if content is None:  # it was replaced by a right one, or the round is removed
                 continue
             try:
                 self._open(index, content)
             except Malformed as problem:
-                about = {"round": self._plan.key.sequence, "range": index, "reason": str(problem)}
-                self._emit("false_range", about)
-                await self._reduce(index)
+                self._tell_false(index, str(problem))
+                await self._replace(index)
             self._missing.discard(index)
         return bool(ready)
 
-    def _open(self, index: int, content: bytes) -> None:
-        """Take a range of the mean that another worker has computed."""
+    async def _read_range_of_mean(self, index: int, size: int | None = None) -> bytearray | None:
+        """None: it is gone. The rest of one that is longer than it can be is not read."""
+        head = 4096 + 9 * len(self._plan.contributors) ** 2
+        most = head + self._rows(index) * self._plan.encoding.mean_part_bytes
+        return await read_whole(self._store, f"{self._prefix}{index}", most if size is None else min(size, most))
+
+    def _rows(self, index: int) -> int:
         chunks = self._ranges[index]
-        rows = chunks[-1].stop - chunks[0].start
-        head, data = split_mean(content, rows * self._plan.encoding.mean_part_bytes)
-        count = len(self._plan.contributors)
-        if len(head.comparison) != count * (count + 1) // 2 + count + 1:
-            raise Malformed(f"a comparison of {len(head.comparison)} numbers for {count} contributors")
+        return chunks[-1].stop - chunks[0].start
+
+    def _open(self, index: int, content: bytearray) -> None:
+        """Take a range of the mean that another worker has computed; raises UnusableData if it is a verdict."""
+        head, data = split_mean(content, self._rows(index) * self._plan.encoding.mean_part_bytes)
+        workers = [post.worker for post in self._plan.contributors]
+        if head.unusable is not None:
+            if head.unusable not in workers:
+                raise Malformed(f"a verdict on worker {head.unusable}, which has not contributed")
+            raise UnusableData(head.unusable, head.author)
+        count = len(workers)
+        sound = all(map(math.isfinite, head.comparison)) and min(head.comparison[-count - 1 :], default=-1) >= 0
+        if len(head.comparison) != count * (count + 1) // 2 + count + 1 or not sound:
+            raise Malformed(f"a comparison that {count} contributors cannot have")
         self._comparisons[index] = Comparison.of_numbers(head.comparison, count)
-        self._arrived[index] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._arrived[index] = torch.frombuffer(data, dtype=torch.uint8)
+        self._authors[index] = head.author
+
+    async def _check_some(self) -> None:
+        """Compare one chunk of what others have computed with what it must be; its range is computed anew if it is
+        wrong."""
+        given = [(index, chunk) for index in self._authors for chunk in self._ranges[index]]
+        if not given:
+            return
+        index, chunk = random.choice(given)  # any other worker checks others
+        first = self._ranges[index][0].start
+        size = self._plan.encoding.mean_part_bytes
+        right = torch.empty((len(chunk), size), dtype=torch.uint8)
+        try:
+            await self._reduce_chunk(chunk, await self._read_chunk(chunk), right)
+        except UnusableData:  # contributions are there for a few rounds only
+            return
+        there = self._arrived[index].view(-1, size)[chunk.start - first : chunk.stop - first]
+        if not torch.equal(right, there):
+            self._tell_false(index, "it is not the mean of the contributions", member=self._authors[index])
+            await self._replace(index)
+
+    def _tell_false(self, index: int, reason: str, **more: int) -> None:
+        self._emit("false_range", {"round": self._plan.key.sequence, "range": index, "reason": reason, **more})
+
+    async def _replace(self, index: int) -> None:
+        """Compute a range that another worker has got wrong, and put it in place of the wrong one."""
+        await self._reduce(index)
+        await self._store.put(f"{self._prefix}{index}", await self._content(index))
+
+    # Ranges that this worker computes
 
     async def _compute(self, index: int) -> None:
         """Compute a range, and put it into the bucket unless another worker has."""
-        await self._reduce(index)
-        content = bytes(memory_of(self._arrived[index]))
-        digest = (await asyncio.to_thread(hashlib.sha256, content)).digest()
-        head = MeanRange(self._worker, tuple(self._comparisons[index].numbers), digest)
-        await self._store.create(f"{self._prefix}{index}", join_mean(head, content))
+        name = f"{self._prefix}{index}"
+        try:
+            await self._reduce(index)
+            content = await self._content(index)
+        except UnusableData as problem:
+            nothing = hashlib.sha256().digest()
+            content = join_mean(MeanRange(self._worker, (), nothing, unusable=problem.worker), b"")
+        if not await self._store.create(name, content):
+            there = await self._read_range_of_mean(index)
+            content = content if there is None else bytes(there)
+        try:
+            self._open(index, bytearray(content))
+        except Malformed as problem:
+            self._tell_false(index, str(problem))
+            await self._replace(index)
+        if self._authors.get(index) == self._worker:
+            del self._authors[index]
         self._missing.discard(index)
+
+    async def _content(self, index: int) -> bytes:
+        data = bytes(memory_of(self._arrived[index]))
+        digest = (await asyncio.to_thread(hashlib.sha256, data)).digest()
+        return join_mean(MeanRange(self._worker, tuple(self._comparisons[index].numbers), digest), data)
 
     async def _reduce(self, index: int) -> None:
         """Compute a range from the contributions, chunk by chunk."""
         plan = self._plan
-        encoding = plan.encoding
-        decision = plan.decision
         chunks = self._ranges[index]
         first = chunks[0].start
-        out = torch.empty((chunks[-1].stop - first, encoding.mean_part_bytes), dtype=torch.uint8)
+        out = torch.empty((self._rows(index), plan.encoding.mean_part_bytes), dtype=torch.uint8)
         total = Comparison.empty(len(plan.contributors))
-        how = codec(encoding.codec)
         reading = [asyncio.ensure_future(self._read_chunk(chunk)) for chunk in chunks[:_CHUNKS_AHEAD]]
         try:
             for position, chunk in enumerate(chunks):
@@ -145,36 +252,50 @@ class MeanCollector:
                 ahead = position + _CHUNKS_AHEAD
                 if ahead < len(chunks):
                     reading.append(asyncio.ensure_future(self._read_chunk(chunks[ahead])))
-                total = total + await asyncio.to_thread(
-                    reduce_parts,
-                    how,
-                    encoded,
-                    decision.weights,
-                    encoding.part_elements,
-                    out[chunk.start - first : chunk.stop - first],
-                    scales=decision.scales,
-                    merge=decision.merge,
-                    first_part=chunk.start,
-                )
+                total = total + await self._reduce_chunk(chunk, encoded, out[chunk.start - first : chunk.stop - first])
         finally:
             for request in reading:
                 request.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
         self._arrived[index] = out
         self._comparisons[index] = total
+        self._authors.pop(index, None)
+
+    async def _reduce_chunk(self, chunk: range, encoded: list[Tensor], out: Tensor) -> Comparison:
+        plan = self._plan
+        return await asyncio.to_thread(
+            reduce_parts,
+            codec(plan.encoding.codec),
+            encoded,
+            plan.decision.weights,
+            plan.encoding.part_elements,
+            out,
+            scales=plan.decision.scales,
+            merge=plan.decision.merge,
+            first_part=chunk.start,
+        )
 
     async def _read_chunk(self, chunk: range) -> list[Tensor]:
         """The parts of a chunk from all contributions, in worker order."""
         return list(await asyncio.gather(*(self._read_parts(post, chunk) for post in self._plan.contributors)))
 
     async def _read_parts(self, post: Post, chunk: range) -> Tensor:
+        """Raises UnusableData if they are not there, or not what was posted, also some time later: a shared folder may
+        show a file late."""
         if self._own_data is not None and post.worker == self._worker:
             return self._own_data[chunk.start : chunk.stop]
+        settings = self._settings
         size = post.encoding.part_bytes
-        data = await self._store.read_range(post.data_name, chunk.start * size, chunk.stop * size)
         digest = post.digests[post.encoding.chunks().index(chunk)]
-        if data is None or hashlib.sha256(data).digest() != digest:
-            raise StoreUnavailable(f"{post.data_name} is not there, or not what worker {post.worker} has posted")
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(chunk), size)
+        since = self._clock()
+        while True:
+            data = await self._store.read_range(post.data_name, chunk.start * size, chunk.stop * size)
+            if data is not None and hashlib.sha256(data).digest() == digest:
+                return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(chunk), size)
+            waited = self._clock() - since
+            if waited >= settings.late_seconds:
+                raise UnusableData(post.worker, self._worker)
+            await asyncio.sleep(rules.poll_seconds(waited, settings.least_poll_seconds, settings.most_poll_seconds))
 
 
 def memory_of(data: Tensor) -> memoryview:

@@ -4,6 +4,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from diloco.atomic_files import replace_file
@@ -41,12 +42,9 @@ class Members:
     async def take_number(self, store: Store) -> None:
         """Take the number that this worker had, by the file in its folder, or the lowest free one."""
         path = self._settings.folder / f"{self._settings.name}.json"
-        if path.exists():
-            saved = json.loads(path.read_text())
-            claim = await store.read(f"members/{int(saved['number'])}")
-            if claim is not None and decode(claim, MemberClaim).worker == saved["worker"]:
-                self.status.number = int(saved["number"])
-                return
+        if path.exists() and (number := await self._former_number(store, path)) is not None:
+            self.status.number = number
+            return
         worker = secrets.token_hex(8)
         claim = encode(MemberClaim(worker, self._settings.label[:64]))
         taken = {number_in(each.name) for each in await store.list("members/")}
@@ -59,6 +57,20 @@ class Members:
                 return
             taken.add(number)
         raise EngineError(f"the bucket has {MAX_WORKERS} workers, which is the most: use another run")
+
+    async def _former_number(self, store: Store, path: Path) -> int | None:
+        """The number in this worker's file; None if the bucket knows nothing of it: it is of another run."""
+        try:
+            saved = json.loads(path.read_text())
+            number, worker = int(saved["number"]), saved["worker"]
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            raise EngineError(f"{path} has not this worker's number in the bucket: remove it ({problem!r})") from None
+        claim = await store.read(f"members/{number}")
+        try:
+            is_own = claim is not None and decode(claim, MemberClaim).worker == worker
+        except Malformed:
+            return None
+        return number if is_own else None
 
     # Time
 

@@ -34,6 +34,8 @@ class Node:
         self.members = Members(settings, emit, clock)
         self.rounds = Rounds(settings, self.members, emit, clock)
         self.states = States(settings.state_rounds, settings.label)
+        self.most_state_bytes: int | None = None
+        """A state, or a mean, that takes more bytes is not of this run."""
 
     # The start and the end
 
@@ -92,15 +94,25 @@ class Node:
     async def _fetch_state(self, store: Store, after: int | None, deadline: float) -> GlobalState | None:
         if after is None and self.members.status.has_state:
             return None  # this worker founds the run
-        await self.states.learn(store)
-        if after is not None:
-            means = await self.rounds.means_from(store, after)
-            if self.states.newest is None or after + len(means) >= self.states.newest:
+        await self.rounds.close_given_up(store)
+        states = await self.states.learn(store)
+        if after is not None and (not states or after >= min(states)):
+            means = await self.rounds.means_from(store, after, self.most_state_bytes)
+            states = await self.states.learn(store)
+            if not states or after >= min(states):  # none of these rounds was removed meanwhile
                 return self._state_of(GlobalState({}, {"sequence": after}, ""), means) if means else None
-        newest = await self._wait_for_state(store, deadline)
-        record, tensors = await self.states.read(store, newest)
-        means = await self.rounds.means_from(store, newest)
-        return self._state_of(GlobalState(tensors, record.numbers, record.layout_digest, note=record.note), means)
+        while True:
+            newest = await self._wait_for_state(store, deadline)
+            try:
+                record, tensors = await self.states.read(store, newest, self.most_state_bytes)
+                means = await self.rounds.means_from(store, newest, self.most_state_bytes)
+            except (RoundFailed, Malformed):
+                if newest in await self.states.learn(store):
+                    raise
+                continue  # it was removed meanwhile: there are later ones
+            if newest in await self.states.learn(store):
+                state = GlobalState(tensors, record.numbers, record.layout_digest, note=record.note)
+                return self._state_of(state, means)
 
     async def _wait_for_state(self, store: Store, deadline: float) -> int:
         """The newest state; the run's first worker may not have written one yet."""

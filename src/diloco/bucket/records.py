@@ -2,10 +2,11 @@
 
 members/3                    worker 3 is taken: by the worker whose name is in it
 beats/3                      how far worker 3 is; written again and again, and its age tells whether it is alive
-rounds/0000000012/0/data/3-… its encoded outer gradient in round 12, of fragment 0
-rounds/0000000012/0/post/3   its claims, and the digests of that data. From now on it may be in the round's plan
-rounds/0000000012/0/plan     the posts that are in the round: created once, by whichever worker is first
-rounds/0000000012/0/mean/2   the mean of the third range of parts: what it holds follows from the plan alone
+rounds/0000000012/data/3-…   its encoded outer gradient in round 12
+rounds/0000000012/post/3     its claims, and the digests of that data. From now on it may be in the round's plan
+rounds/0000000012/plan       the posts that are in the round: created once, by whichever worker is first
+rounds/0000000012/mean/2     the mean of the third range of parts: what it holds follows from the plan alone
+ends/0000000012/…            the same for the workers that end after round 11, and confirm it
 states/0000000013/record     anchors and momentum before round 13, for joiners; the tensors are beside it
 files/…                      the run's description, tokenizer and text
 """
@@ -54,7 +55,7 @@ def encode(record: Record) -> bytes:
     return msgspec.msgpack.encode(record)
 
 
-def decode(data: bytes, kind: type[R]) -> R:
+def decode(data: bytes | bytearray, kind: type[R]) -> R:
     """Read a record; raises Malformed for everything else."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
@@ -161,12 +162,15 @@ class RoundPlan(Record, frozen=True, dict=True):
     """The posts that are in a round. The mean, its weights and its bits follow from it."""
 
     key: RoundKey
-    posts: Annotated[tuple[Post, ...], Meta(min_length=1, max_length=MAX_WORKERS)]
-    """In worker order: the order in which contributions are added up."""
-    max_norm_ratio: float | None
+    posts: Annotated[tuple[Post, ...], Meta(max_length=MAX_WORKERS)] = ()
+    """In worker order: the order in which contributions are added up. Without any, the round is over without a mean:
+    all that began it have given it up."""
+    max_norm_ratio: float | None = None
     merge: Merge = "mean"
     rounds: Annotated[tuple[Annotated[int, Meta(ge=1, le=MAX_WEIGHT_ROUNDS)], ...], Meta(max_length=MAX_WORKERS)] = ()
     """The rounds of work that each post counts as at most; () if as one each."""
+    unusable: Annotated[tuple[Number, ...], Meta(max_length=MAX_WORKERS)] = ()
+    """The workers whose data is not what they have posted; found out after the plan was made."""
 
     def __post_init__(self) -> None:
         numbers = [post.worker for post in self.posts]
@@ -181,12 +185,19 @@ class RoundPlan(Record, frozen=True, dict=True):
             if post.encoding != self.encoding:
                 raise Malformed("a plan with posts of different encodings")
 
+    def without(self, worker: int) -> "RoundPlan":
+        """The same round without the contribution of a worker whose data cannot be used."""
+        return msgspec.structs.replace(self, unusable=tuple(sorted({*self.unusable, worker})))
+
     @cached_property
     def decision(self) -> Decision:
         """Which contributions are in the mean, and how much each counts."""
+        if not self.posts:
+            return Decision((), (), {}, resync=False)
         faults = {post.worker: post.fault for post in self.posts if post.fault is not None}
+        faults |= dict.fromkeys(self.unusable, "its data in the bucket is not what it has posted")
         claims = [
-            post.parsed.claim if post.fault is None else replace(post.parsed.claim, norm=math.nan)  # it is refused
+            replace(post.parsed.claim, norm=math.nan) if post.worker in faults else post.parsed.claim  # it is refused
             for post in self.posts
         ]
         numbers = [post.worker for post in self.posts]
@@ -227,6 +238,8 @@ class MeanRange(Record, frozen=True):
     """Comparison.numbers of these parts."""
     digest: Digest
     """SHA-256 of the bytes that follow."""
+    unusable: Number | None = None
+    """There is no mean with the contribution of this worker, whose data cannot be used: all leave it out."""
 
 
 class StateRecord(Record, frozen=True):
@@ -249,13 +262,13 @@ def sequence_prefix(sequence: int) -> str:
 
 
 def round_prefix(key: RoundKey) -> str:
-    return f"{sequence_prefix(key.sequence)}{key.fragment}/"
+    return sequence_prefix(key.sequence) if key.fragment >= 0 else f"ends/{key.sequence:010d}/"
 
 
 def sequence_of(name: str) -> int | None:
-    """The number that an object's name below `rounds/` or `states/` has; None if there is none."""
+    """The number that an object's name below `rounds/`, `ends/` or `states/` has; None if there is none."""
     parts = name.split("/")
-    is_numbered = len(parts) > 2 and parts[0] in ("rounds", "states") and len(parts[1]) == 10
+    is_numbered = len(parts) > 2 and parts[0] in ("rounds", "ends", "states") and len(parts[1]) == 10
     return int(parts[1]) if is_numbered and parts[1].isascii() and parts[1].isdigit() else None
 
 
@@ -277,11 +290,13 @@ def join_mean(head: MeanRange, data: bytes) -> bytes:
     return len(record).to_bytes(4, "little") + record + data
 
 
-def split_mean(content: bytes, num_bytes: int) -> tuple[MeanRange, memoryview]:
+def split_mean(content: bytes | bytearray, num_bytes: int) -> tuple[MeanRange, memoryview]:
     """The head of a range of the mean, and its bytes."""
     length = int.from_bytes(content[:4], "little")
     head = decode(content[4 : 4 + length], MeanRange)
     data = memoryview(content)[4 + length :]
+    if head.unusable is not None:
+        num_bytes = 0
     if len(data) != num_bytes or hashlib.sha256(data).digest() != head.digest:
         raise Malformed(f"a range of the mean with {len(data)} bytes instead of {num_bytes}, or with another digest")
     return head, data

@@ -112,11 +112,9 @@ def is_state_due(next_round: int, newest_state: int | None, every: int) -> bool:
     return newest_state is None or next_round - newest_state >= every
 
 
-def expired_rounds(rounds: Collection[int], states: Collection[int]) -> list[int]:
-    """The rounds that no joiner needs any more: those before the last state but one."""
-    kept = sorted(states)[-2:]
-    return sorted(sequence for sequence in rounds if kept and sequence < kept[0])
+def first_kept(states: Collection[int]) -> int | None:
+    """The first round that joiners may still need, that after the last state but one; None: all may be needed.
 
-
-def expired_states(states: Collection[int]) -> list[int]:
-    return sorted(states)[:-2]
+    A joiner that has just begun to read the latest state finds it, and all rounds since, until two more are there.
+    """
+    return sorted(states)[-2] if len(states) >= 2 else None

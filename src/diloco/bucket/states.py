@@ -1,6 +1,6 @@
 """States for joiners: written into the bucket every few rounds by whichever worker is first, and read by joiners.
 
-What nobody needs any more is removed with each new state: rounds before the last state but one.
+What no worker needs any more is removed with each new state: all before the last state but one.
 """
 
 import asyncio
@@ -24,6 +24,9 @@ from diloco.errors import RoundFailed
 from diloco.safetensors_files import file_chunks
 
 logger = logging.getLogger(__name__)
+
+_HEAD_BYTES = 1 << 22
+"""The names and shapes in a file of tensors, at most."""
 
 
 class States:
@@ -49,8 +52,9 @@ class States:
         self.newest = max(states, default=None)
         return states
 
-    async def read(self, store: Store, sequence: int) -> tuple[StateRecord, dict[str, Tensor]]:
-        """Read the state before a round; raises RoundFailed if it cannot be used."""
+    async def read(self, store: Store, sequence: int, most_bytes: int | None) -> tuple[StateRecord, dict[str, Tensor]]:
+        """Read the state before a round; raises RoundFailed if it cannot be used. `most_bytes` of tensors: a state with
+        more is not of this run."""
         prefix = state_prefix(sequence)
         content = await store.read(f"{prefix}record")
         try:
@@ -59,6 +63,8 @@ class States:
             record = decode(content, StateRecord)
             if record.numbers.get("sequence") != sequence:
                 raise Malformed("it is of another round")
+            if most_bytes is not None and record.num_bytes > most_bytes + _HEAD_BYTES:
+                raise Malformed(f"it has {record.num_bytes:,} bytes, and this model's at most {most_bytes:,}")
             with TemporaryDirectory(prefix="diloco-state-") as folder:
                 path = Path(folder) / "state.safetensors"
                 await download(store, f"{prefix}{record.tensors}", record.num_bytes, path, record.digest)
@@ -78,7 +84,7 @@ class States:
                 await self._write(store, self.snapshot, states)
         except RoundFailed as reason:
             logger.info("no state is written for joiners now: %s", reason)
-        except StoreUnavailable as problem:
+        except (StoreUnavailable, OSError) as problem:  # or a full disk: it is due after the next round too
             logger.warning("the state for joiners was not written: %s", problem)
         finally:
             self._writing = False
@@ -100,16 +106,12 @@ class States:
         await self._remove_expired(store)
 
     async def _remove_expired(self, store: Store) -> None:
-        states = await self.learn(store)
-        unneeded = [
-            stored.name
-            for expired in rules.expired_states(states)
-            for stored in await store.list(state_prefix(expired))
-        ]
-        numbered = {stored.name: sequence_of(stored.name) for stored in await store.list("rounds/")}
-        rounds = {number for number in numbered.values() if number is not None}
-        expired_rounds = set(rules.expired_rounds(rounds, states))
-        await store.delete(unneeded + [name for name, number in numbered.items() if number in expired_rounds])
+        first = rules.first_kept(await self.learn(store))
+        if first is None:
+            return
+        for prefix in ("states/", "rounds/", "ends/"):  # also what writers that have died have left there
+            numbered = {each.name: sequence_of(each.name) for each in await store.list(prefix)}
+            await store.delete([name for name, number in numbered.items() if number is not None and number < first])
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:

@@ -26,7 +26,9 @@ T = TypeVar("T")
 REQUESTS_AT_ONCE = 8
 """Objects, or ranges of them, that a worker reads at a time."""
 _REQUEST_SECONDS = 120.0
-"""A single request is repeated, or given up, after this time."""
+"""A single request is repeated, or given up, after this time: no request but `put` moves more than a few MiB."""
+_PART_BYTES, _PARTS_AT_ONCE = 1 << 23, 4
+"""A large object is sent in parts of this size, so many at a time."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 10.0
 
 
@@ -60,7 +62,7 @@ class Store(ABC):
 
     @abstractmethod
     async def read_range(self, name: str, start: int, end: int) -> bytes | None:
-        """Read bytes `start` to `end` (exclusive); None: there is no such object."""
+        """Read bytes `start` to `end` (exclusive), or those that the object has of them; None: there is none."""
 
     @abstractmethod
     async def list(self, prefix: str) -> list[Stored]:
@@ -92,7 +94,8 @@ class ObjectStore(Store):
     async def put(self, name: str, data: "Buffer | Path") -> None:
         import obstore
 
-        await self._call(obstore.put_async(self._store, name, data), seconds=None)
+        sent = obstore.put_async(self._store, name, data, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+        await self._call(sent, seconds=None)
 
     async def read(self, name: str) -> bytes | None:
         import obstore
@@ -107,12 +110,14 @@ class ObjectStore(Store):
         import obstore
 
         async def some() -> bytes:
-            return bytes(await obstore.get_range_async(self._store, name, start=start, end=end))
+            try:
+                return bytes(await obstore.get_range_async(self._store, name, start=start, end=end))
+            except obstore.exceptions.GenericError:  # perhaps it has no byte from `start` on
+                if (await obstore.head_async(self._store, name))["size"] <= start:
+                    return b""
+                raise
 
-        data = await self._read(some())
-        if data is not None and len(data) != end - start:
-            raise StoreUnavailable(f"{name} has {len(data)} bytes from {start} on instead of {end - start}")
-        return data
+        return await self._read(some())
 
     async def _read(self, request: Any) -> bytes | None:
         try:
@@ -199,7 +204,8 @@ def _open(url: str, options: "dict[str, Any]") -> "AnyStore":
                 raise ConfigError(f"bucket = {url}: a folder is named by its whole path, file:///mnt/share/run")
             folder.mkdir(parents=True, exist_ok=True)
             return LocalStore(folder)
-        return from_url(url, **options)
+        client = {"timeout": f"{_REQUEST_SECONDS:.0f} seconds", **options.get("client_options", {})}
+        return from_url(url, **{**options, "client_options": client})
     except (exceptions.BaseError, OSError, ValueError) as problem:
         raise ConfigError(
             f"bucket = {url} cannot be opened ({_first_line(problem)}): give s3://BUCKET/RUN, gs://BUCKET/RUN, "

@@ -31,31 +31,12 @@ from support.problem import Story, train
 T, W = TypeVar("T"), TypeVar("W")
 
 
-class LoopbackSwarm:
-    """`engines` are in worker order."""
+class ElasticWorkers:
+    """Workers of an elastic engine in threads of this process; `engines` are in worker order."""
 
-    def __init__(self, workers: int, **settings: Any) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="diloco-swarm-"))
-        self.engines: list[SwarmEngine] = []
-        self._key = RunKey.create()
-        self._settings: dict[str, Any] = {
-            "host": "127.0.0.1", "timeout_seconds": 60.0, "patience": 1000.0, "refusals_to_ban": 1000, **settings,
-        }  # fmt: skip
-        atexit.register(self.close)
-        self.engines.append(self._start(0))
-        joined = together(range(1, workers), self._start)
-        self.engines += sorted(joined, key=lambda engine: engine.worker)
-        assert [engine.worker for engine in self.engines] == list(range(workers))
+    engines: list[Any]
 
-    def _start(self, machine: int) -> SwarmEngine:
-        folder = self.folder / f"machine-{machine}" / "swarm"
-        write_private(folder / invitation_file(), invite(self._key, self._addresses(), 3600.0, time.time()).text())
-        return SwarmEngine(Settings(str(folder), "worker-0", founder=machine == 0, **self._settings))
-
-    def _addresses(self) -> list[str]:
-        return [a for engine in self.engines for a in self._member(engine, engine.worker).addresses]
-
-    def _member(self, engine: SwarmEngine, number: int) -> MemberStatus:
+    def _member(self, engine: Any, number: int) -> MemberStatus:
         found = [one for one in engine.status().members if one.number == number and one.live]
         return found[0] if found else MemberStatus()
 
@@ -91,6 +72,35 @@ class LoopbackSwarm:
 
         return together(engines, work), first + engines[0].rounds
 
+    def leave(self) -> None:
+        """The one with the highest number does."""
+        self.engines.pop().close()
+
+
+class LoopbackSwarm(ElasticWorkers):
+    """A swarm on the loopback device."""
+
+    def __init__(self, workers: int, **settings: Any) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="diloco-swarm-"))
+        self.engines: list[SwarmEngine] = []
+        self._key = RunKey.create()
+        self._settings: dict[str, Any] = {
+            "host": "127.0.0.1", "timeout_seconds": 60.0, "patience": 1000.0, "refusals_to_ban": 1000, **settings,
+        }  # fmt: skip
+        atexit.register(self.close)
+        self.engines.append(self._start(0))
+        joined = together(range(1, workers), self._start)
+        self.engines += sorted(joined, key=lambda engine: engine.worker)
+        assert [engine.worker for engine in self.engines] == list(range(workers))
+
+    def _start(self, machine: int) -> SwarmEngine:
+        folder = self.folder / f"machine-{machine}" / "swarm"
+        write_private(folder / invitation_file(), invite(self._key, self._addresses(), 3600.0, time.time()).text())
+        return SwarmEngine(Settings(str(folder), "worker-0", founder=machine == 0, **self._settings))
+
+    def _addresses(self) -> list[str]:
+        return [a for engine in self.engines for a in self._member(engine, engine.worker).addresses]
+
     def lose_p2pd(self, number: int) -> None:
         """It is killed; returns when its worker is in the swarm again."""
         engine = self.engines[number]
@@ -106,10 +116,6 @@ class LoopbackSwarm:
             time.sleep(0.02)
         engine.fetch_state()
         self.settle()
-
-    def leave(self) -> None:
-        """The one with the highest number does."""
-        self.engines.pop().close()
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -146,7 +152,7 @@ class Shifted(Engine):
 
     elastic = True
 
-    def __init__(self, engine: SwarmEngine, by: int) -> None:
+    def __init__(self, engine: Any, by: int) -> None:
         self.engine, self.by, self.rounds = engine, by, 0
         self.worker = engine.worker
 
