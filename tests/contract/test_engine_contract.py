@@ -4,8 +4,8 @@ A scenario is a function of an engine. `local` runs it in threads; `torch_distri
 scenarios share one world per number of workers, since starting one is slow; `swarm` in threads with a real sidecar
 each, in one swarm that the workers leave one after another; `bucket` likewise, in one shared folder.
 
-A swarm is different in what rests on a fixed membership, and so is a bucket. Its rounds are led, so bytes are counted otherwise, and a
-worker that does not fit in (another model, another round) is told so alone: the others go on without it.
+A swarm is different in what rests on a fixed membership, and so is a bucket. Bytes are counted otherwise, and a worker
+that does not fit in (another model, another round) is told so alone: the others go on without it.
 """
 
 import functools
@@ -254,7 +254,8 @@ def in_one_swarm(swarm: ElasticWorkers, first: int) -> tuple[list[dict[str, Any]
 
 @dataclass
 class Told:
-    """What one swarm, or the workers of one bucket, did: answers by the number of workers that it had, calm runs, a worker that was lost."""
+    """What one swarm, or the workers of one bucket, did: answers by the number of workers, calm runs, a worker that was
+    lost."""
 
     answers: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     calm: list[list[Story]] = field(default_factory=list)

@@ -4,6 +4,8 @@ import asyncio
 import atexit
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +13,11 @@ from typing import Any
 
 from diloco.bucket import records
 from diloco.bucket.engine import BucketEngine
+from diloco.bucket.records import Encoding, Post, RoundPlan
 from diloco.bucket.settings import BucketSettings
 from diloco.bucket.store import Buffer, Store, Stored, StoreUnavailable
+from diloco.engines.header import pack
+from diloco.engines.rounds import Contribution, RoundKey
 from support.swarm.engines import ElasticWorkers
 
 QUICK: dict[str, Any] = {
@@ -73,8 +78,10 @@ class Objects:
     """The contents of a store in memory, with the clock of its server."""
 
     by_name: dict[str, tuple[bytes, float]] = field(default_factory=dict)
-    now: Callable[[], float] = lambda: 0.0
-    writes: int = 0
+    created: dict[str, float] = field(default_factory=dict)
+    """When there was first an object of this name."""
+    now: Callable[[], float] = time.time
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class MemoryStore(Store):
@@ -84,12 +91,14 @@ class MemoryStore(Store):
         self.objects = objects
         self.failures = 0
         """So many of the next requests fail; every second one has been carried out all the same."""
-        self.lag = 0
-        """Listings do not show the latest so many writes of other workers."""
+        self.lag_seconds = 0.0
+        """Listings show an object of another worker so late."""
         self.overwrites = False
         """`create` puts the object in place of one that is there."""
-        self.before: Callable[[str, str], None] = lambda request, name: None
+        self.before: Callable[[str, str], None] = lambda _request, _name: None
         """Called with the request and the object's name before each."""
+        self.alter: Callable[[str, bytes], bytes] = lambda _name, data: data
+        """What is written instead of an object's content."""
         self._own: set[str] = set()
 
     async def _request(self, request: str, name: str) -> bool:
@@ -104,23 +113,24 @@ class MemoryStore(Store):
         return True
 
     def _write(self, name: str, data: Buffer) -> None:
-        self.objects.writes += 1
         self._own.add(name)
-        self.objects.by_name.pop(name, None)  # a listing that lags leaves out the last ones
-        self.objects.by_name[name] = (bytes(data), self.objects.now())
+        self.objects.created.setdefault(name, self.objects.now())
+        self.objects.by_name[name] = (self.alter(name, bytes(data)), self.objects.now())
 
     async def create(self, name: str, data: Buffer) -> bool:
         answered = await self._request("create", name)
-        there = self.objects.by_name.get(name)
-        if there is None or self.overwrites:
-            self._write(name, data)
+        with self.objects.lock:
+            there = self.objects.by_name.get(name)
+            if there is None or self.overwrites:
+                self._write(name, data)
         if not answered:
             raise StoreUnavailable(f"the answer to create {name} was lost")
         return there is None or self.overwrites or there[0] == bytes(data)
 
     async def put(self, name: str, data: Buffer | Path) -> None:
         answered = await self._request("put", name)
-        self._write(name, data.read_bytes() if isinstance(data, Path) else data)
+        with self.objects.lock:
+            self._write(name, data.read_bytes() if isinstance(data, Path) else data)
         if not answered:
             raise StoreUnavailable(f"the answer to put {name} was lost")
 
@@ -136,15 +146,29 @@ class MemoryStore(Store):
     async def list(self, prefix: str) -> list[Stored]:
         if not await self._request("list", prefix):
             raise StoreUnavailable("500")
-        names = list(self.objects.by_name)
-        hidden = set(names[len(names) - self.lag :]) - self._own if self.lag else set()
+        with self.objects.lock:
+            there = list(self.objects.by_name.items())
+        shown = self.objects.now() - self.lag_seconds
+        hidden = {name for name, first in self.objects.created.items() if first > shown} - self._own
         return sorted(
             Stored(name, len(data), modified)
-            for name, (data, modified) in self.objects.by_name.items()
+            for name, (data, modified) in there
             if name.startswith(prefix) and name not in hidden
         )
 
     async def delete(self, names: Sequence[str]) -> None:
         await self._request("delete", "")
-        for name in names:
-            self.objects.by_name.pop(name, None)
+        with self.objects.lock:
+            for name in names:
+                self.objects.by_name.pop(name, None)
+
+
+def post_of(worker: int, key: RoundKey, *, layout: str = "layout", weight: float = 1.0) -> Post:
+    """A post of 12 parts, of which there are no data anywhere."""
+    encoding = Encoding("fp32", 1024, 12)
+    header = pack(key, Contribution(None, weight, 1.0, "anchor", layout))  # type: ignore[arg-type]
+    return Post(worker, header, b"", f"{worker:016x}", encoding, (bytes(32),) * len(encoding.chunks()))
+
+
+def plan_of(key: RoundKey, workers: Sequence[int]) -> RoundPlan:
+    return RoundPlan(key, tuple(post_of(worker, key) for worker in workers), None)

@@ -7,6 +7,7 @@ every run. The codecs have such a test in test_codecs.py, the note beside a cont
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import socket
@@ -25,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from diloco.bucket import records
 from diloco.dashboard.runs import QuickLines, Run
 from diloco.data.preparation.received_corpus import receive_metadata
 from diloco.engines.anchor_sockets import _REPLY, _read_reply
@@ -55,6 +57,7 @@ from diloco.swarm.trust.run_key import Revocation, RevocationClaims, RunKey
 from diloco.training.checkpoints.manifests import Manifest
 from diloco.training.checkpoints.tensor_files import saved_tensors
 from diloco.training.records.run_description import RunDescription
+from support.bucket import plan_of, post_of
 
 KEY = RunKey(bytes(range(32)))
 ADDRESS = f"/ip4/192.0.2.1/tcp/4000/p2p/{NAMES[0]}"
@@ -142,6 +145,26 @@ def read_quickly(path: Path) -> object:
     return EventReader(path, QuickLines).read()
 
 
+def read_post(data: bytes) -> None:
+    post = records.decode(data, records.Post)
+    assert post.member is not None and post.data_name.startswith(("rounds/", "ends/"))
+
+
+def read_round_plan(data: bytes) -> None:
+    """The plan of a round in a bucket, and all that a worker computes from it before it reads contributions."""
+    made = records.decode(data, records.RoundPlan)
+    assert made.has_mean == bool(made.ranges()) or made.encoding.num_parts == 0
+    if made.posts:
+        assert not made.without(made.posts[0].worker).has_mean or len(made.posts) > 1
+
+
+def read_record(kind: type[records.Record]) -> Callable[[bytes], object]:
+    return lambda data: records.decode(data, kind)
+
+
+BEAT = records.Beat(Status(number=2, has_state=True), 40.0, 3)
+STATE_RECORD = records.StateRecord({"sequence": 3}, "layout", b"", "tensors-" + 16 * "0", 5, bytes(32))
+MEAN = records.join_mean(records.MeanRange(1, (1.0, 0.0, 3.0), hashlib.sha256(b"mean").digest()), b"mean")
 PLAN = plan([0, 1, 2])
 ENTRY = PresentWorker(0, HEADER, write_note(Note({1: (0, 3)})))
 MESSAGES = [
@@ -180,6 +203,7 @@ class Parser:
     """All that it may raise; nothing if it is empty."""
 
 
+RECORD = (records.Malformed,)
 PARSERS = {
     "message": Parser(messages.decode, (*map(encode, MESSAGES), *DEEP), (Malformed,)),
     "plan": Parser(read_plan, (encode(PLAN),), (Malformed,)),
@@ -233,6 +257,14 @@ PARSERS = {
     "corpus": Parser(read_metadata, (b'{"version": 4}', b"[]", NESTED), (DataError,)),
     "manifest": Parser(as_file(Manifest.read), (MANIFEST, NESTED, b"[]", b'{"format": 1}'), (ValueError,)),
     "tensors": Parser(as_file(saved_tensors, "rank0.safetensors"), (STATE,), (CheckpointError,)),
+    "claim of a number": Parser(
+        read_record(records.MemberClaim), (records.encode(records.MemberClaim("0" * 16, "here")), *DEEP), RECORD
+    ),
+    "beat": Parser(read_record(records.Beat), (records.encode(BEAT), *DEEP), RECORD),
+    "post": Parser(read_post, (records.encode(post_of(1, RoundKey(3, 0))), *DEEP), RECORD),
+    "round's plan": Parser(read_round_plan, (records.encode(plan_of(RoundKey(3, 0), (0, 1, 5))), *DEEP), RECORD),
+    "record of a state": Parser(read_record(records.StateRecord), (records.encode(STATE_RECORD), *DEEP), RECORD),
+    "range of a mean": Parser(lambda data: records.split_mean(data, 4), (MEAN,), RECORD),
     "description": Parser(as_file(RunDescription.read), (b'{"version": "1", "model": []}', NESTED), (ConfigError,)),
 }
 

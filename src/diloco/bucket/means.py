@@ -194,7 +194,7 @@ class _Mean:
         size = self._plan.encoding.mean_part_bytes
         right = torch.empty((len(chunk), size), dtype=torch.uint8)
         try:
-            await self._reduce_chunk(chunk, await self._read_chunk(chunk), right)
+            await self._reduce_chunk(chunk, await self._read_chunk(chunk, patience=0.0), right)
         except UnusableData:  # contributions are there for a few rounds only
             return
         there = self._arrived[index].view(-1, size)[chunk.start - first : chunk.stop - first]
@@ -275,11 +275,13 @@ class _Mean:
             first_part=chunk.start,
         )
 
-    async def _read_chunk(self, chunk: range) -> list[Tensor]:
-        """The parts of a chunk from all contributions, in worker order."""
-        return list(await asyncio.gather(*(self._read_parts(post, chunk) for post in self._plan.contributors)))
+    async def _read_chunk(self, chunk: range, patience: float | None = None) -> list[Tensor]:
+        """The parts of a chunk from all contributions, in worker order. `patience`: with what is not there yet."""
+        seconds = self._settings.late_seconds if patience is None else patience
+        reading = [self._read_parts(post, chunk, seconds) for post in self._plan.contributors]
+        return list(await asyncio.gather(*reading))
 
-    async def _read_parts(self, post: Post, chunk: range) -> Tensor:
+    async def _read_parts(self, post: Post, chunk: range, patience: float) -> Tensor:
         """Raises UnusableData if they are not there, or not what was posted, also some time later: a shared folder may
         show a file late."""
         if self._own_data is not None and post.worker == self._worker:
@@ -293,7 +295,7 @@ class _Mean:
             if data is not None and hashlib.sha256(data).digest() == digest:
                 return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(chunk), size)
             waited = self._clock() - since
-            if waited >= settings.late_seconds:
+            if waited >= patience:
                 raise UnusableData(post.worker, self._worker)
             await asyncio.sleep(rules.poll_seconds(waited, settings.least_poll_seconds, settings.most_poll_seconds))
 

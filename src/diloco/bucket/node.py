@@ -21,6 +21,9 @@ from diloco.errors import EngineError, RoundFailed
 
 logger = logging.getLogger(__name__)
 
+_CHECK_SECONDS = 30.0
+"""A store that does not answer for so long at the start cannot be used."""
+
 
 class Node:
     """Its coroutines run in one event loop, whose clock is `clock`."""
@@ -41,8 +44,8 @@ class Node:
 
     async def start(self) -> None:
         """Take a worker number, and learn what there is of the run."""
-        await check_store(self._store)
         store = self._patient()
+        await check_store(self._patient(min(_CHECK_SECONDS, self._settings.timeout_seconds)))
         await self.members.take_number(store)
         await self.states.learn(store)
         status = self.members.status

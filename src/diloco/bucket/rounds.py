@@ -156,7 +156,8 @@ class Rounds:
         """Whether there is a plan of this round, or was: the round is removed once there are two later states."""
         if await store.read_range(f"{round_prefix(key)}plan", 0, 1) is not None:
             return True
-        later = [sequence_of(stored.name) for stored in await store.list("states/")]
+        names = [stored.name for stored in await store.list("states/")]
+        later = [sequence_of(name) for name in names if name.endswith("/record")]
         return key.fragment >= 0 and any(sequence is not None and sequence > key.sequence for sequence in later)
 
     async def _collect(

@@ -89,13 +89,18 @@ class ObjectStore(Store):
             await self._call(obstore.put_async(self._store, name, content, mode="create", use_multipart=False))
         except FileExistsError:  # also after a repetition of a request whose answer was lost
             return await self.read(name) == content
+        except FileNotFoundError as problem:
+            raise self._no_bucket(problem) from None
         return True
 
     async def put(self, name: str, data: "Buffer | Path") -> None:
         import obstore
 
         sent = obstore.put_async(self._store, name, data, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
-        await self._call(sent, seconds=None)
+        try:
+            await self._call(sent, seconds=None)
+        except FileNotFoundError as problem:
+            raise self._no_bucket(problem) from None
 
     async def read(self, name: str) -> bytes | None:
         import obstore
@@ -118,6 +123,9 @@ class ObjectStore(Store):
                 raise
 
         return await self._read(some())
+
+    def _no_bucket(self, problem: FileNotFoundError) -> EngineError:
+        return EngineError(f"{self.url} has no bucket or folder to write into: make it first ({_first_line(problem)})")
 
     async def _read(self, request: Any) -> bytes | None:
         try:

@@ -590,6 +590,37 @@ class TokensDoubtedEvent(Event):
     most: int
 
 
+@_event("malformed_post")
+@dataclass(frozen=True, kw_only=True)
+class MalformedPostEvent(Event):
+    """A member's post in a bucket cannot be read, and is in no plan of this worker."""
+
+    member: int
+    round: int
+    reason: str = ""
+
+
+@_event("false_range")
+@dataclass(frozen=True, kw_only=True)
+class FalseRangeEvent(Event):
+    """A range of a mean in a bucket is wrong; this worker has computed it anew."""
+
+    round: int
+    range: int
+    reason: str = ""
+    member: int | None = None
+
+
+@_event("unusable_data")
+@dataclass(frozen=True, kw_only=True)
+class UnusableDataEvent(Event):
+    """A member's contribution is not in the bucket as it has posted it."""
+
+    member: int
+    round: int
+    told_by: int
+
+
 @_event("check_failed")
 @dataclass(frozen=True, kw_only=True)
 class CheckFailedEvent(Event):

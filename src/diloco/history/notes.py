@@ -17,10 +17,12 @@ from diloco.history.events import (
     Event,
     EventsDelayedEvent,
     ExcludedEvent,
+    FalseRangeEvent,
     InternalErrorEvent,
     JoinedEvent,
     LeaderPassedOverEvent,
     LossNotFiniteEvent,
+    MalformedPostEvent,
     MemberBannedEvent,
     MemberEvent,
     MemberExpelledEvent,
@@ -46,6 +48,7 @@ from diloco.history.events import (
     ThreadsEvent,
     TokensDoubtedEvent,
     TwoMeansEvent,
+    UnusableDataEvent,
     WaitingEvent,
     WarmStartEvent,
     WorkerFailedEvent,
@@ -336,6 +339,25 @@ _SENTENCES: dict[type[Event], tuple[Kind, Callable[[Any], str]]] = {
     MemberBannedEvent: ("bad", lambda e: f"{_name(e)} is banned: {reason_of(e)}"),
     MemberExpelledEvent: ("bad", lambda e: f"{_name(e)} is excluded: {reason_of(e)}"),
     LeaderPassedOverEvent: ("bad", lambda e: f"{_name(e)} lets round {e.round} wait: the next worker leads"),
+    MalformedPostEvent: (
+        "bad",
+        lambda e: f"what worker {e.member} has put into the bucket for round {e.round} cannot be read: {reason_of(e)}",
+    ),
+    FalseRangeEvent: (
+        "bad",
+        lambda e: (
+            f"round {e.round}: a part of the mean"
+            + (f", by worker {e.member}," if e.member is not None else "")
+            + f" was wrong and is replaced: {reason_of(e)}"
+        ),
+    ),
+    UnusableDataEvent: (
+        "bad",
+        lambda e: (
+            f"round {e.round} is without worker {e.member}, whose contribution in the bucket is not what it has posted "
+            f"(told by worker {e.told_by})"
+        ),
+    ),
     ReducerPassedOverEvent: (
         "bad",
         lambda e: f"{_name(e)} did not send its means in round {e.round}: it reduces nothing for some time",
