@@ -60,9 +60,17 @@ EXAMPLES: dict[tuple[str, str], tuple[Arguments, Arguments]] = {
         arguments(SyncConfig(warm_start=5), engine=Ranked()),
         arguments(SyncConfig(warm_start=5)),
     ),
-    ("ranks", "engine"): (
-        arguments(engine=Ranked(elastic=True, sizes=(1,))),
-        arguments(engine=ElasticSwarm().engine(0)),
+    ("sync.error_feedback", "ranks"): (
+        arguments(SyncConfig(codec="topk"), engine=Ranked(elastic=True, sizes=(1,))),
+        arguments(SyncConfig(codec="int4"), engine=Ranked(elastic=True, sizes=(1,))),
+    ),
+    ("sync.offload", "ranks"): (
+        arguments(SyncConfig(offload=True), engine=Ranked(elastic=True, sizes=(1,))),
+        arguments(SyncConfig(offload=True), engine=ElasticSwarm().engine(0)),
+    ),
+    ("sync.second_moment_every", "ranks"): (
+        arguments(SyncConfig(second_moment_every=2), engine=Ranked(elastic=True, sizes=(1,))),
+        arguments(SyncConfig(second_moment_every=2), engine=ElasticSwarm().engine(0)),
     ),
     ("restoring", "engine"): (arguments(engine=ElasticSwarm().engine(0), restoring=True), arguments(restoring=True)),
 }

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from diloco.core.config import SyncConfig
 from diloco.core.outer_optimizers import SGD
-from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import ConfigError
 from diloco.optimizer import DiLoCo
 from diloco.outer.elastic import ElasticLoop, Missed
@@ -551,17 +550,6 @@ def test_a_swarm_has_no_use_for_restoring_and_says_so() -> None:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="restoring = True has no effect in a swarm"):
         DiLoCo(model, inner, ElasticSwarm().engine(0), sync=PLAIN, restoring=True)
-
-
-def test_a_worker_of_several_ranks_is_refused() -> None:
-    class Two(WorkerRanks):
-        rank, count = 0, 2
-
-    engine = ElasticSwarm().engine(0)
-    engine.ranks = Two.__new__(Two)
-    model = net()
-    with pytest.raises(ConfigError, match="2 ranks"):
-        DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), engine)
 
 
 # Any story

@@ -105,7 +105,7 @@ class ElasticSwarm:
             if round_.mean is not None:
                 means.append((round_.key, round_.mean.clone()))
             sequence += 1
-        for provider in self.providers.values():
+        for provider in list(self.providers.values()):
             with suppress(RoundFailed):
                 position = max(position, provider().numbers["inner_steps"])
         numbers = {**state.numbers, "sequence": sequence}

@@ -95,9 +95,14 @@ class EncodedVector:
         error = self.decode(first_part, num_parts, values.device).sub_(values)
         return torch.stack([torch.linalg.vector_norm(error), torch.linalg.vector_norm(values)]).square()
 
-    def is_finite(self, data: Tensor | None = None) -> bool:
-        """Whether all values of this vector, or of other encoded bytes of the same layout, are finite."""
+    def is_finite(self, data: Tensor | None = None, share: tuple[int, int] = (0, 1)) -> bool:
+        """Whether all values of this vector, or of other encoded bytes of the same layout, are finite.
+
+        `share` is (i, n): look at the i-th of n shares of the parts only.
+        """
         rows = (self.data if data is None else data).view(self.shape)
+        index, shares = share
+        rows = rows[len(rows) * index // shares : len(rows) * (index + 1) // shares]
         batch = max(1, span_elements(rows.device) // self.layout.part_elements)
         norms = []
         for first in range(0, len(rows), batch):

@@ -387,3 +387,42 @@ def refuse_combinations(sync: SyncConfig, faults: FaultsConfig = NO_FAULTS) -> N
     for combination in REFUSED_COMBINATIONS:
         if combination.applies(sync, faults):
             raise ConfigError(combination.text(sync, faults))
+
+
+@dataclass(frozen=True)
+class RefusedByRanks:
+    """An option of `[sync]` that workers of several ranks in a swarm cannot have; it is accepted everywhere else."""
+
+    option: str
+    applies: Callable[[SyncConfig], bool]
+    message: str
+    """As in RefusedCombination."""
+
+
+REFUSED_BY_RANKS_IN_A_SWARM: tuple[RefusedByRanks, ...] = (
+    RefusedByRanks(
+        "sync.error_feedback",
+        lambda sync: sync.feedback_decay is not None,
+        "sync.codec = {sync.codec} with error feedback: among several ranks of a worker in a swarm each span is "
+        "encoded on a rank that holds only a part of it, and none remembers what the codec left out; use int4, e3m0 or "
+        "a finer codec without sync.error_feedback, or workers of one rank",
+    ),
+    RefusedByRanks(
+        "sync.offload",
+        lambda sync: sync.offload,
+        "sync.offload = true with several ranks of a worker in a swarm: anchors and outer momentum are shared out "
+        "among the ranks already, on their devices; leave it out",
+    ),
+    RefusedByRanks(
+        "sync.second_moment_every",
+        lambda sync: sync.second_moment_every is not None,
+        "sync.second_moment_every = {sync.second_moment_every} is for workers of one rank: leave it out",
+    ),
+)
+"""In the order in which they are looked for. What a run has for all its workers, its first one decides."""
+
+
+def refuse_by_ranks_in_a_swarm(sync: SyncConfig) -> None:
+    for refused in REFUSED_BY_RANKS_IN_A_SWARM:
+        if refused.applies(sync):
+            raise ConfigError(refused.message.format(sync=sync))

@@ -5,6 +5,7 @@ memory once: a multilinear hash over the bits. It detects accidents (a lost upda
 alone); it is not cryptographic and does not detect forgery. It is computed span by span, during the outer step.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -17,6 +18,7 @@ _ROWS_AT_ONCE = {"cpu": 512}  # 2 MiB, as spans have
 _ROWS_AT_ONCE_ELSEWHERE = 32768
 _ROW_BLOCK = 65536  # rows whose multipliers are computed together, and kept
 _FEW_THREADS = 2  # so many sum faster by column: a product of matrix and vector, which has one thread, but one pass
+_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number
 
 
@@ -63,19 +65,34 @@ class Digest:
         self._numel = 0
         self._product: Tensor | None = None  # kept, since new memory costs more than the multiplication
 
-    @torch.no_grad()
     def add(self, flat: Tensor) -> None:
         """Add the next piece: fp32, one dimension, contiguous."""
-        assert flat.dtype == torch.float32 and flat.dim() == 1 and flat.is_contiguous() and self._numel % ROW == 0
+        assert self._numel % ROW == 0
+        self._add_rows(self._numel // ROW, flat)
+        self._numel += flat.numel()
+
+    def add_at(self, position: int, flat: Tensor) -> None:
+        """Add the elements from this position of the tensor on: the ranks of a worker each add what they hold.
+
+        The `total`s of all ranks make the digest (`joined_digest`). Zeros in front and behind add nothing.
+        """
+        row, column = divmod(position, ROW)
+        if column:
+            flat = torch.nn.functional.pad(flat, (column, 0))
+        self._add_rows(row, flat)
+
+    @torch.no_grad()
+    def _add_rows(self, row: int, flat: Tensor) -> None:
+        """Add elements from the beginning of a row on."""
+        assert flat.dtype == torch.float32 and flat.dim() == 1 and flat.is_contiguous()
         step = ROW * _ROWS_AT_ONCE.get(flat.device.type, _ROWS_AT_ONCE_ELSEWHERE)
         for start in range(0, flat.numel(), step):
             chunk = _whole_rows(flat[start : start + step])
-            factors_of_rows = _row_multipliers((self._numel + start) // ROW, chunk.numel() // ROW, flat.device)
+            factors_of_rows = _row_multipliers(row + start // ROW, chunk.numel() // ROW, flat.device)
             if self._by_column is not None:
                 self._by_column.addmv_(_as_integers(chunk).t(), factors_of_rows)
             else:
                 self._total += (self._row_sums(chunk) * factors_of_rows).sum()
-        self._numel += flat.numel()
 
     def add_total(self, total: Tensor, numel: int) -> None:
         """Add a sum over all elements at once, which a GPU's kernel has computed with `factors`."""
@@ -93,10 +110,20 @@ class Digest:
             self._product = torch.empty_like(rows)
         return torch.mul(rows, self._columns, out=self._product[: len(rows)]).sum(1)
 
+    @property
+    def total(self) -> int:
+        """The sum over all elements that were added, modulo 2^64."""
+        total = self._total if self._by_column is None else self._total + (self._by_column * self._columns).sum()
+        return int(total) & _64_BITS
+
     def hexdigest(self) -> str:
         """Sixteen hexadecimal digits for the bits and the length of all that was given."""
-        total = self._total if self._by_column is None else self._total + (self._by_column * self._columns).sum()
-        return f"{(int(total) ^ (self._numel * _GOLDEN)) & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+        return joined_digest([self.total], self._numel)
+
+
+def joined_digest(totals: Iterable[int], numel: int) -> str:
+    """The digest of a tensor of so many elements, from the `total`s of digests that have each of them once."""
+    return f"{(sum(totals) ^ (numel * _GOLDEN)) & _64_BITS:016x}"
 
 
 def _sums_by_column(device: torch.device) -> bool:

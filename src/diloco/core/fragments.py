@@ -78,6 +78,19 @@ class Span:
         return slice(self.start, self.stop)
 
 
+def parts_at_once(layout: PartLayout, elements: int) -> int:
+    """The parts of a span of so many elements, if there are that many: at least one."""
+    return min(layout.num_parts, max(1, elements // layout.part_elements))
+
+
+def cut_spans(layout: PartLayout, parts: int) -> Iterator[Span]:
+    """A whole fragment in order, so many parts at a time."""
+    part = layout.part_elements
+    for first in range(0, layout.num_parts, parts):
+        count = min(parts, layout.num_parts - first)
+        yield Span(first * part, min(layout.numel, (first + count) * part), first, count)
+
+
 @dataclass(eq=False)
 class Fragment:
     """Some tensors of the model, their anchor, and the outer optimizer's state for them."""
@@ -98,7 +111,7 @@ class Fragment:
         self._starts: list[int] = [0, *ends[:-1]]
         self.layout = PartLayout(ends[-1])
         elements = offloading.SPAN_ELEMENTS if self.offload else span_elements(device)
-        self._span_parts = min(self.layout.num_parts, max(1, elements // self.layout.part_elements))
+        self._span_parts = parts_at_once(self.layout, elements)
         self._kept: list[Tensor] | None = None
         self.swapped = False
         """The anchor is in the tensors' memory, and the tensors' values are in the anchor's."""
@@ -122,6 +135,10 @@ class Fragment:
     def numel(self) -> int:
         return self.layout.numel
 
+    @property
+    def tensors_by_name(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.tensors, strict=True))
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """View a flat buffer of this fragment as the tensors: by name, in their shapes and memory order."""
         first = flat.storage_offset()
@@ -139,10 +156,7 @@ class Fragment:
 
     def spans(self) -> Iterator[Span]:
         """Cut the whole fragment into spans, in order."""
-        part = self.layout.part_elements
-        for first in range(0, self.layout.num_parts, self._span_parts):
-            count = min(self._span_parts, self.layout.num_parts - first)
-            yield Span(first * part, min(self.numel, (first + count) * part), first, count)
+        return cut_spans(self.layout, self._span_parts)
 
     def read(self, span: Span) -> Tensor:
         """Copy θ_i of a span, in fp32, into scratch memory that the next read overwrites."""
@@ -451,9 +465,10 @@ def _check_disjoint(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def layout_digest(fragments: Sequence[Fragment], *more: object) -> str:
-    """Hash what all workers must share: names, shapes, memory order, and everything in `more`."""
-    description = [
-        [(name, tuple(t.shape), t.stride()) for name, t in zip(f.names, f.tensors, strict=True)] for f in fragments
-    ]
+def layout_digest(fragments: Sequence[Mapping[str, Tensor]], *more: object) -> str:
+    """Hash what all workers must share: names, shapes, memory order, and everything in `more`.
+
+    `fragments`: the tensors of each, by name (`Fragment.tensors_by_name`).
+    """
+    description = [[(name, tuple(t.shape), t.stride()) for name, t in tensors.items()] for tensors in fragments]
     return hashlib.sha256(repr((description, more)).encode()).hexdigest()[:16]

@@ -45,6 +45,8 @@ class Connection(ABC):
     elastic: ClassVar[bool] = False
     """Workers come and go while the others train: `worker` is a number that no other worker has, `workers` how many
     there are at the moment. A worker that stops leaves alone; one that missed a round calls `fetch_state`."""
+    excluded: str | None = None
+    """Why the others have excluded this worker for good, if they have: no later round can succeed."""
     closed: bool = False
 
     @property

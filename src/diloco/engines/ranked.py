@@ -17,6 +17,9 @@ from diloco.engines.torch_distributed import LaneGroups, TorchDistributedEngine
 from diloco.engines.worker_ranks import WorkerRanks, compute_backend
 from diloco.errors import ConfigError, EngineError
 
+_RANK_SECONDS = 600.0
+"""The longest that a rank of a worker may be behind another: one compiles, or writes to a slow disk."""
+
 
 class RankedEngine(Connection):
     """The connection of one rank of a worker: its place in the worker and in the lanes."""
@@ -80,6 +83,14 @@ class RankedEngine(Connection):
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_world = False
+
+
+def ranks_of_one_worker() -> WorkerRanks:
+    """Collective: all processes of the initialised torch.distributed world are the ranks of one worker."""
+    ranks = range(dist.get_world_size())
+    control = new_group(ranks, "gloo", _RANK_SECONDS)
+    compute = new_group(ranks, compute_backend(), _RANK_SECONDS)
+    return WorkerRanks(ranks, dist.get_rank(), control, compute)
 
 
 def check_sizes(sizes: Sequence[int], world: int) -> None:

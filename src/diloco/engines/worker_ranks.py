@@ -20,6 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from diloco.engines.process_groups import end_group, first_line
 from diloco.errors import ConfigError, EngineError
 
+_LENGTH = struct.Struct("<q")
+_FIRST_BYTES = 56
+"""Of what `tell` says, so many bytes travel with its length: most of it is short."""
+
 
 class WorkerRanks:
     """One rank's end of its worker. Without groups the worker is this process alone, and nothing travels."""
@@ -84,7 +88,41 @@ class WorkerRanks:
         if broken:
             raise EngineError(f"rank {broken[0]} of this worker's {self.count} cannot go on: its own log says why")
 
-    # Tensors that every rank holds a copy of
+    def tell(self, data: bytes) -> bytes:
+        """What the first rank says, of whatever length; the others' `data` counts for nothing."""
+        if self.count == 1:
+            return data
+        head = _LENGTH.pack(len(data)) + data[:_FIRST_BYTES]
+        first = torch.frombuffer(bytearray(head.ljust(_LENGTH.size + _FIRST_BYTES, b"\0")), dtype=torch.uint8)
+        self._broadcast(first)
+        head = bytes(first.tolist())
+        (length,) = _LENGTH.unpack_from(head)
+        said = head[_LENGTH.size :][:length]
+        if length > _FIRST_BYTES:
+            rest = torch.zeros(length - _FIRST_BYTES, dtype=torch.uint8)
+            if self.rank == 0:
+                rest = torch.frombuffer(bytearray(data[_FIRST_BYTES:]), dtype=torch.uint8)
+            self._broadcast(rest)
+            said += rest.numpy().tobytes()
+        return said
+
+    def _broadcast(self, data: Tensor) -> None:
+        self._bounded(lambda: dist.broadcast(data, self.global_ranks[0], group=self._control))
+
+    # Tensors
+
+    def exchange(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """Send part r to rank r; what every rank has sent to this one, which are so many elements of each.
+
+        The parts are of one dimension and one dtype, on one device.
+        """
+        joined = torch.cat(list(parts))
+        staged = joined if joined.device.type == "cpu" or self._carries(joined.device) else joined.cpu()
+        out = staged.new_empty(sum(lengths))
+        sizes = [len(part) for part in parts]
+        group = self._group_of(staged)
+        self._bounded(lambda: dist.all_to_all_single(out, staged, list(lengths), sizes, group=group))
+        return list(torch.split(out.to(joined.device), list(lengths)))
 
     def share(self, flat: Tensor, bounds: Sequence[int]) -> None:
         """Make every rank's copy of a 1-D tensor that of rank r in [bounds[r], bounds[r + 1])."""

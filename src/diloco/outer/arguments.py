@@ -11,7 +11,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.codecs.registry import codec
-from diloco.core.config import FEWEST_TO_MERGE, NO_FAULTS, FaultsConfig, SyncConfig, refuse_combinations
+from diloco.core.config import (
+    FEWEST_TO_MERGE,
+    NO_FAULTS,
+    REFUSED_BY_RANKS_IN_A_SWARM,
+    FaultsConfig,
+    RefusedByRanks,
+    SyncConfig,
+    refuse_combinations,
+)
 from diloco.core.outer_optimizers import OUTER_OPTIMIZERS, Nesterov, OuterOptimizer
 from diloco.engines.asynchronous import FixedEngine
 from diloco.engines.base import Connection
@@ -145,6 +153,16 @@ class RefusedArguments:
         )
 
 
+def _by_ranks_in_a_swarm(refused: RefusedByRanks) -> RefusedArguments:
+    return RefusedArguments(
+        (refused.option, "ranks"),
+        lambda arguments: (
+            arguments.engine.elastic and arguments.engine.ranks.count > 1 and refused.applies(arguments.sync)
+        ),
+        refused.message,
+    )
+
+
 REFUSED_ARGUMENTS: tuple[RefusedArguments, ...] = (
     RefusedArguments(
         ("sync.merge", "engine"),
@@ -195,16 +213,12 @@ REFUSED_ARGUMENTS: tuple[RefusedArguments, ...] = (
         "steps with --ranks 1, and begin the run with the model that they give",
     ),
     RefusedArguments(
-        ("ranks", "engine"),
-        lambda arguments: arguments.engine.elastic and arguments.engine.ranks.count > 1,
-        "a worker of {engine.ranks.count} ranks cannot be in a swarm whose workers come and go: use ranks = 1",
-    ),
-    RefusedArguments(
         ("restoring", "engine"),
         lambda arguments: arguments.engine.elastic and arguments.restoring,
         "restoring = True has no effect in a swarm, where a worker always asks the others for their state: leave it "
         "out",
     ),
+    *map(_by_ranks_in_a_swarm, REFUSED_BY_RANKS_IN_A_SWARM),
 )
 """All arguments that are refused together, in the order in which they are looked for."""
 

@@ -37,6 +37,7 @@ from diloco.engines.base import Connection
 from diloco.engines.rounds import CONFIRMATION, Contribution, Member, Report, RoundKey, RoundResult
 from diloco.errors import RoundFailed
 from diloco.outer.background import BackgroundReplica
+from diloco.outer.gathered_replica import GatheredReplica
 from diloco.outer.method import Method, TrainingWorker
 from diloco.outer.ranked_replica import RankedReplica
 from diloco.outer.replica import OneRankReplica, Replica
@@ -502,9 +503,11 @@ class OuterLoop(ABC):
 
 def choose_replica(
     sync: SyncConfig, engine: Connection, tensors: ModelTensors
-) -> type[OneRankReplica] | type[RankedReplica]:
+) -> type[OneRankReplica] | type[RankedReplica] | type[GatheredReplica]:
     """Choose the replica of a worker. Rounds that overlap with training are computed beside it on a CPU; a GPU needs no
     threads for that."""
+    if engine.elastic and engine.ranks.count > 1:
+        return GatheredReplica
     if set(engine.sizes) != {1}:
         return RankedReplica
     on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.averaged.values())

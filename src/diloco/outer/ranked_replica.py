@@ -1,8 +1,5 @@
-"""The model of a worker where workers have several ranks: cut into lanes, with one decision for all ranks of a worker.
-
-Whatever the outer loop writes into parameters goes through here to the worker's other ranks (`changed`): copies that
-all of them have are shared, and what FSDP2 has gathered from old shards is dropped. Every method is collective among
-the worker's ranks.
+"""The model of a worker where workers of a fixed set have several ranks: cut into lanes, with one decision for all
+ranks of a worker.
 
 A round is the same round in every lane. All lanes decide on the same claims (the whole worker's norm, weight and
 digest) and so come to the same decision; the ranks of a worker make sure of it: the round is good if it is good in all
@@ -12,7 +9,7 @@ is never in two rounds at once.
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -34,14 +31,15 @@ from diloco.engines.rounds import (
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import EngineError, RoundFailed
 from diloco.outer.method import Method
-from diloco.outer.replica import Lane, Replica, make_sending, refuse_new_parameters
+from diloco.outer.replica import Lane, make_sending
 from diloco.outer.rounds import PendingWorkerRound
 from diloco.outer.sending import NO_DIGEST, Group, cut_fragments
-from diloco.outer.tensors import ModelTensors, local_tensors, share, take_first
+from diloco.outer.shared_replica import SharedReplica
+from diloco.outer.tensors import ModelTensors
 
 
-class RankedReplica(Replica):
-    """The replica of a worker with several ranks; `lanes` are those that this rank is in."""
+class RankedReplica(SharedReplica):
+    """The replica of a worker among workers of several ranks; `lanes` are those that this rank is in."""
 
     def __init__(
         self,
@@ -53,13 +51,11 @@ class RankedReplica(Replica):
         common: tuple[object, ...],
     ) -> None:
         """Collective: all ranks of all workers. `common`: what else must be the same on all workers."""
-        super().__init__(tensors, engine, groups)
+        super().__init__(tensors, engine, groups, methods)
         self._sync = sync
         self._methods = methods
         self._common = common
-        self._local = local_tensors(tensors.all, engine.ranks)
-        take_first(self._local.values(), engine.ranks)
-        layouts = make_lanes({name: tensor.shape for name, tensor in self._local.items()}, engine.sizes)
+        layouts = make_lanes({name: tensor.shape for name, tensor in self.local.items()}, engine.sizes)
         engines = engine.lanes([layout.owners for layout in layouts])
         for number, (layout, lane_engine) in enumerate(zip(layouts, engines, strict=True)):
             if lane_engine is not None:
@@ -70,7 +66,7 @@ class RankedReplica(Replica):
 
     def _lane(self, number: int, layout: LaneLayout, engine: Engine) -> Lane:
         """Cut out what this rank has of a lane. Tensors in no group are made equal at the start."""
-        pieces: dict[str, list[Piece]] = {name: [] for name in self._local}
+        pieces: dict[str, list[Piece]] = {name: [] for name in self.local}
         for piece in layout.pieces:
             pieces[piece.name].append(piece)
         grouped = [[piece for name in group.names for piece in pieces.pop(name)] for group in self.groups]
@@ -80,29 +76,19 @@ class RankedReplica(Replica):
         start = {str(piece): self._view(piece) for rest in pieces.values() for piece in rest}
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in sorted(start.items())]
         cut = (self.engine.sizes, [list(map(str, group)) for group in grouped])
-        digest = layout_digest([fragment for fragment in fragments if fragment], shapes, *self._common, *cut)
+        digest = layout_digest([f.tensors_by_name for f in fragments if f], shapes, *self._common, *cut)
         return Lane(number, engine, fragments, grouped, sending, start, digest)
 
     def _view(self, piece: Piece) -> Tensor:
-        return self._local[piece.name].view(piece, self.engine.ranks.rank)
-
-    def check_unchanged(self, inner_parameters: Iterable[Tensor]) -> None:
-        refuse_new_parameters(self.tensors, inner_parameters)
-        for tensor in self._local.values():
-            tensor.check_in_place()
+        return self.local[piece.name].view(piece, self.engine.ranks.rank)
 
     def encode(self, index: int, turn: int, report: Report, *, dropped: bool = False) -> tuple[float, Report]:
-        """Return the norm of the whole worker's outer gradient, and its report: any rank may stop it, all must be done.
-
-        An inner step takes as long as on its slowest rank.
-        """
+        """Return the norm of the whole worker's outer gradient, and its report."""
         self.average_buffers(self.groups[index].names)
         own = 0.0 if dropped else math.hypot(*(lane.encode(index, turn) for lane in self.lanes))
-        by_rank = self.engine.ranks.gather_numbers(own, report.stopping, report.done, report.step_seconds)
-        norms, stopping, done, seconds = zip(*by_rank, strict=True)
-        return math.hypot(*norms), replace(
-            report, stopping=any(stopping), done=all(done), step_seconds=max(map(float, seconds))
-        )
+        self.encoded(index)
+        norms = [norm for (norm,) in self.engine.ranks.gather_numbers(own)]
+        return math.hypot(*norms), self.agreed_report(report)
 
     def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingWorkerRound:
         return RankedRound(self.lanes, self.engine.ranks, key, contributions, seconds)
@@ -117,14 +103,6 @@ class RankedReplica(Replica):
         self.changed(index)
         return math.hypot(*(norm for (norm,) in self.engine.ranks.gather_numbers(math.hypot(*own))))
 
-    def changed(self, index: int | None = None) -> None:
-        """Called when parameters of one fragment, or of all, were written here: the worker's ranks must see the
-        same."""
-        names = self._local if index is None else self.groups[index].names
-        share((self._local[name] for name in names), self.engine.ranks)
-        for module in self.tensors.sharded_modules:
-            module.reshard()  # type: ignore[operator]
-
     def update_digests(self) -> None:
         """Compute the worker's digest of each fragment: a hash of its lanes' digests in lane order, the same on all
         ranks."""
@@ -138,11 +116,6 @@ class RankedReplica(Replica):
             by_lane = [max(rank[16 * cell : 16 * cell + 16].decode() for rank in by_rank) for cell in cells]
             joined = hashlib.sha256("".join(by_lane).encode()).hexdigest()[:16]
             self.digests[index] = by_lane[0] if self._num_lanes == 1 else joined
-
-    def average_buffers(self, names: Iterable[str]) -> None:
-        for name in names:
-            if name in self.tensors.averaged_buffers and self._local[name].copied:
-                self.engine.ranks.average(self._local[name].local)
 
     def fetch_states(self) -> list[GlobalState] | None:
         """Return the others' state for each lane, if this worker must take it over. Raises on all its ranks or on

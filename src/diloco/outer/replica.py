@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diloco.codecs.base import Codec
 from diloco.codecs.encoded import EncodedVector
 from diloco.codecs.registry import codec
 from diloco.core.config import SyncConfig
@@ -151,10 +152,14 @@ def make_sending(
     return sending
 
 
+def codec_of(group: Group, sync: SyncConfig) -> Codec:
+    return codec("fp16" if group.buffers and sync.codec in _FEW_BITS else sync.codec)
+
+
 def _fragment_sending(place: LaneFragment, sync: SyncConfig, methods: Sequence[Method]) -> FragmentSending:
     """Choose how a fragment is sent. A worker that is always alone sends nothing, unless something changes it on the
     way: the mean is its own outer gradient."""
-    how = codec("fp16" if place.group.buffers and sync.codec in _FEW_BITS else sync.codec)
+    how = codec_of(place.group, sync)
     gradient = next(filter(None, (method.gradient(place) for method in methods)), None)
     encoder = next(filter(None, (method.encoder(place) for method in methods)), None)
     unchanged = how.lossless and gradient is None and encoder is None and not sync.overlap_steps
@@ -247,7 +252,7 @@ class OneRankReplica(Replica):
         start = {name: tensor for name, tensor in memory.items() if name not in inside}
         sending = make_sending(0, groups, fragments, pieces, sync, engine, methods)
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in sorted(start.items())]
-        layout = layout_digest([fragment for fragment in fragments if fragment], shapes, *common)
+        layout = layout_digest([f.tensors_by_name for f in fragments if f], shapes, *common)
         [lane_engine] = engine.lanes([(0,) * len(engine.sizes)])
         assert lane_engine is not None
         self.lane = Lane(0, lane_engine, fragments, pieces, sending, start, layout)
@@ -263,7 +268,7 @@ class OneRankReplica(Replica):
         return 0.0 if dropped else self.lane.encode(index, turn), report
 
     def start_round(self, key: RoundKey, contributions: Sequence[Contribution], seconds: float) -> PendingWorkerRound:
-        return _LaneRound(self.lane.engine.start_round(key, contributions[0], seconds), contributions[0].norm)
+        return LaneRound(self.lane.engine.start_round(key, contributions[0], seconds), contributions[0].norm)
 
     def merge(
         self, index: int, means: Sequence[EncodedVector], mixing: float, turn: int, *, plain: bool = False
@@ -283,7 +288,7 @@ class OneRankReplica(Replica):
 
 
 @dataclass(frozen=True)
-class _LaneRound:
+class LaneRound:
     """A round of a worker with one lane."""
 
     pending: PendingRound

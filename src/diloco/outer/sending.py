@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from diloco.core.kernels import Kernels
 
 NO_DIGEST = "0" * 16  # of what has no anchor in a lane
-_ERROR_EVERY = 16  # what a codec loses is measured on every so many-th span
-_ERROR_ELEMENTS = 1 << 22  # and on at most so many elements of it
+ERROR_EVERY = 16  # what a codec loses is measured on every so many-th span
+ERROR_ELEMENTS = 1 << 22  # and on at most so many elements of it
 
 
 class Sending(ABC):
@@ -57,6 +57,10 @@ class Sending(ABC):
 
         `mixing`: the share of its own parameters that the worker keeps. `plain`: as RoundResult.plain.
         """
+
+    def decode(self, mean: EncodedVector, span: Span) -> Tensor:
+        """The values of a mean for a span of the fragment that this rank holds; in scratch memory."""
+        return mean.decode(span.first_part, span.num_parts)
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class FragmentSending(Sending):
                 from diloco.codecs.gradient_kernels import encode_gradient
 
                 squares = encode_gradient(kernels, fragment, vector)
-                return _total([squares[1].sqrt()]), _relative([squares])
+                return total_norm([squares[1].sqrt()]), relative_error([squares])
         norms = []
         squared_errors = []
         spans = outer_gradient(fragment, theta_i) if self._gradient is None else self._gradient(turn, theta_i)
@@ -168,12 +172,12 @@ class FragmentSending(Sending):
                 norms.append(torch.linalg.vector_norm(delta))
                 if vector.num_bytes:
                     vector.encode(span.first_part, delta)
-            if number % _ERROR_EVERY == 0 and vector.num_bytes and not vector.codec.lossless:
+            if number % ERROR_EVERY == 0 and vector.num_bytes and not vector.codec.lossless:
                 part = fragment.layout.part_elements
-                parts = min(span.num_parts, max(1, _ERROR_ELEMENTS // part))
+                parts = min(span.num_parts, max(1, ERROR_ELEMENTS // part))
                 squared_errors.append(vector.squared_error(span.first_part, parts, delta[: parts * part]))
             del delta  # before the next one is made
-        return _total(norms), _relative(squared_errors)
+        return total_norm(norms), relative_error(squared_errors)
 
     @torch.no_grad()
     def merge(self, mean: EncodedVector, mixing: float, turn: int, *, plain: bool) -> tuple[str, float | None]:
@@ -194,7 +198,7 @@ class FragmentSending(Sending):
 
             fragment.rounds += 1
             norm = step_with_mean(kernels, fragment, mean, outer_opt, mixing, taken).sqrt()
-            return taken.hexdigest(), _total([norm])
+            return taken.hexdigest(), total_norm([norm])
         decoded = _DecodedMean(mean, fragment.device)
         take_step(fragment, outer_opt, decoded, mixing, taken)
         return taken.hexdigest(), decoded.norm()
@@ -221,7 +225,7 @@ class _DecodedMean:
         return delta
 
     def norm(self) -> float:
-        return _total(self._norms)
+        return total_norm(self._norms)
 
 
 @torch.no_grad()
@@ -254,12 +258,12 @@ def kernels_in_one_pass(fragment: Fragment, vector: EncodedVector) -> "Kernels |
     return kernels_for(fragment, vector)
 
 
-def _relative(squares: Sequence[Tensor]) -> float | None:
+def relative_error(squares: Sequence[Tensor]) -> float | None:
     """Return the relative error of some values, from (squared error, squared norm) of each."""
     error, whole = torch.stack(list(squares)).double().sum(0).tolist() if squares else (0.0, 0.0)
     return math.sqrt(error / whole) if whole > 0 and math.isfinite(error / whole) else None
 
 
-def _total(norms: Sequence[Tensor]) -> float:
+def total_norm(norms: Sequence[Tensor]) -> float:
     """Return the norm of the whole. All at once: on a GPU every such question waits for what was begun before it."""
     return float(torch.linalg.vector_norm(torch.stack(list(norms)).double())) if norms else 0.0

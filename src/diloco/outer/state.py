@@ -341,11 +341,12 @@ def _has_mean(numbers: Mapping[str, Any]) -> bool:
 def _decoded_means(posted: RoundInFlight, state: OuterState) -> list[Tensor]:
     """Decode the means of a settled round to fp32, flat, for what this rank has of the fragment."""
     by_lane = dict(zip((lane.number for lane in state.lanes), posted.pending.wait().means, strict=True))
+    index = posted.key.fragment
     decoded = []
-    for lane, fragment in state.fragments_of(posted.key.fragment):
+    for lane, fragment in state.fragments_of(index):
         flat = torch.empty_like(fragment.anchor)
         for span in fragment.spans():
-            flat[span.slice].copy_(by_lane[lane.number].decode(span.first_part, span.num_parts))
+            flat[span.slice].copy_(lane.sending[index].decode(by_lane[lane.number], span))
         decoded.append(flat)
     return decoded
 

@@ -71,8 +71,6 @@ class SwarmEngine(Engine):
         self._files: dict[str, str] = {}
         self._progress_sent_at = 0.0
         self.leave_deadline = math.inf  # see `leave_soon`
-        self.excluded: str | None = None
-        """Why the swarm has excluded this worker, if it has: no later round can succeed."""
         self._provider: snapshots.Provider | None = None
         self._memory = RoundMemoryPool()
         self._sidecar = SidecarSupervisor(

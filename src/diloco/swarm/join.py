@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from diloco.errors import ConfigError
 from diloco.run_lock import hold_as_worker
@@ -27,20 +27,51 @@ from diloco.swarm.run_files import (
 from diloco.swarm.settings import Settings
 
 if TYPE_CHECKING:
+    from diloco.engines.first_rank import FirstRankEngine
     from diloco.swarm.engine import SwarmEngine
 
 
+_START_SECONDS = 120.0
+"""The longest that the ranks of a worker wait for each other at the start."""
+
+
+@overload
+def join_swarm(
+    folder: str | Path,
+    invitation: str | None = ...,
+    *,
+    name: str = ...,
+    host: str | None = ...,
+    port: int | None = ...,
+    announce: Sequence[str] = ...,
+    timeout_seconds: float = ...,
+    on_event: Callable[[str, Mapping[str, Any]], None] | None = ...,
+) -> "SwarmEngine": ...
+@overload
+def join_swarm(
+    folder: str | Path,
+    invitation: str | None = ...,
+    *,
+    ranks: int,
+    name: str = ...,
+    host: str | None = ...,
+    port: int | None = ...,
+    announce: Sequence[str] = ...,
+    timeout_seconds: float = ...,
+    on_event: Callable[[str, Mapping[str, Any]], None] | None = ...,
+) -> "FirstRankEngine": ...
 def join_swarm(
     folder: str | Path,
     invitation: str | None = None,
     *,
+    ranks: int | None = None,
     name: str = "worker-0",
     host: str | None = None,
     port: int | None = None,
     announce: Sequence[str] = (),
     timeout_seconds: float = 600.0,
     on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
-) -> "SwarmEngine":
+) -> "SwarmEngine | FirstRankEngine":
     """Make this process a worker of a swarm. Call `close()` at the end, to tell the others.
 
     `folder` keeps the worker's identity, its invitation and the addresses of others: with the same folder it comes back
@@ -49,7 +80,47 @@ def join_swarm(
     it is set. Without an invitation the first call founds a swarm, and later calls rejoin it. `on_event(type, fields)`
     is called in another thread when workers join, leave or are lost. The schedule may jump: compute the learning rate
     from `optimizer.position`.
+
+    `ranks`: this process is one of so many, started by torchrun, that are one worker together. The first of them joins,
+    and alone needs `folder`, the invitation and the network. Before DiLoCo is built, shard the model over
+    `engine.ranks.mesh("cuda")` (FSDP2) or replicate it over `engine.ranks.group` (DDP).
     """
+
+    def join() -> "SwarmEngine":
+        return _join(folder, invitation, name, host, port, announce, timeout_seconds, on_event)
+
+    return join() if ranks is None else _join_together(join, ranks)
+
+
+def _join_together(join: "Callable[[], SwarmEngine]", ranks: int) -> "FirstRankEngine":
+    """Collective: the first process of the world joins, for all."""
+    import torch.distributed as dist
+
+    from diloco.engines.connect import join_from_environment
+    from diloco.engines.first_rank import connect_first
+    from diloco.engines.ranked import ranks_of_one_worker
+
+    owns_world = not dist.is_initialized()
+    if owns_world:
+        join_from_environment(_START_SECONDS)
+    if dist.get_world_size() != ranks:
+        raise ConfigError(
+            f"ranks = {ranks}, but {dist.get_world_size()} processes have been started: all of them are one worker of "
+            "the swarm; start as many (torchrun --nproc-per-node), and another worker by itself"
+        )
+    return connect_first(join, ranks_of_one_worker(), dist.destroy_process_group if owns_world else None)
+
+
+def _join(
+    folder: str | Path,
+    invitation: str | None,
+    name: str,
+    host: str | None,
+    port: int | None,
+    announce: Sequence[str],
+    timeout_seconds: float,
+    on_event: Callable[[str, Mapping[str, Any]], None] | None,
+) -> "SwarmEngine":
     check_swarm()  # before the modules that need the packages of the swarm extra
     from diloco.swarm.engine import SwarmEngine
     from diloco.swarm.network.listening import choose_port

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.data.corpus import Corpus
-from diloco.data.order import check_disjoint, worker_shards
+from diloco.data.order import Int64, check_disjoint, worker_shards
 from diloco.engines.base import Connection, Engine
 from diloco.engines.rounds import RoundKey
 from diloco.errors import DiLoCoError, EngineError, LossNotFinite, ModelNotWritten
@@ -230,7 +230,7 @@ class Training:
             self.events.emit(CorpusEvent(**self.corpus.meta.event()))
         if self._resumed is not None:
             self.events.emit(ResumedEvent(**self._resumed))
-        self.peers.begin(joined=self.joined, stopped=lambda: self.stop_requested)
+        self.peers.begin(joined=self.joined, stopped=lambda: self.engine.ranks.any(self.stop_requested))
         self.checkpoints.became_due(config.checkpoints_until(state.inner_steps))
         if state.inner_steps == 0:
             self.validation.measure_start(self.mode, joined=self.joined)
@@ -311,7 +311,7 @@ class Training:
         ranks = self.engine.ranks
         self.peers.before_step()
         set_position(self.schedule, position)  # in a swarm it may have jumped
-        windows = self.reader.next()
+        windows = self._next_windows()
         parts = self.accumulation
         batches, learnt = micro_batches(windows, ranks, parts, self.device, masked=self.reader.masked)
         self.mode.zero_grad()
@@ -335,6 +335,18 @@ class Training:
         self.mode.step()
         self.schedule.step()
         self._end_step()
+
+    def _next_windows(self) -> Int64:
+        """Return the worker's next batch. In a swarm, where shards change hands, the first of its ranks reads for all:
+        the others may not have heard of it, or not have the file."""
+        ranks = self.engine.ranks
+        if not self.engine.elastic or ranks.count == 1:
+            return self.reader.next()
+        shape = (self.config.training.batch_size, self.config.data.sequence_length + 1)
+        windows = torch.from_numpy(self.reader.next()) if ranks.rank == 0 else torch.zeros(shape, dtype=torch.int64)
+        assert tuple(windows.shape) == shape
+        ranks.share(windows.view(-1), [0, *(windows.numel() for _ in range(ranks.count))])
+        return windows.numpy()
 
     def _average_gradients(self, step: int, loss: Tensor, learnt: int | None) -> None:
         """Average the gradients where the mode does. Without a mean no worker can step: if the reason is that gradients

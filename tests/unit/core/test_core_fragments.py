@@ -227,7 +227,7 @@ def test_following_a_whole_anchor_at_once_gives_the_bits_of_following_it_span_by
 
 def test_the_layout_digest_tells_models_apart() -> None:
     def layout(tensors: dict[str, Tensor], *more: object) -> str:
-        return layout_digest(build_fragments(tensors, [list(tensors)], SGD()), *more)
+        return layout_digest([f.tensors_by_name for f in build_fragments(tensors, [list(tensors)], SGD())], *more)
 
     layouts = [
         layout({"a": torch.zeros(2, 3)}),

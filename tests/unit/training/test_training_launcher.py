@@ -42,15 +42,21 @@ class Process:
 
 
 class Machine:
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *codes: list[int | None]) -> None:
-        """`codes`: of each worker, how its processes end, one after another."""
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, *codes: list[int | None], ranks: int | None = None
+    ) -> None:
+        """`codes`: of each worker, how its processes end, in order; of each rank, if `ranks` are one worker."""
         self.said: list[str] = []
         self.starts: list[int] = []
         (folder / "swarm").mkdir()
-        slots = [SwarmSlot(i, len(codes), folder, folder, None, 0, i == 0) for i in range(len(codes))]
-        for slot in slots:
+        sizes = (1,) * len(codes) if ranks is None else (ranks,)
+        slots = [
+            [SwarmSlot(i, sizes, folder, folder, None, 0, i == 0, rank) for rank in range(size)]
+            for i, size in enumerate(sizes)
+        ]
+        for slot, *_ in slots:
             (folder / "swarm" / f"{slot.name}.json").write_text("{}")  # it has been in the swarm
-        self.workers = LocalWorkers(RunConfig(engine="swarm", workers=len(codes)), slots, StartAgain(self.said.append))
+        self.workers = LocalWorkers(RunConfig(engine="swarm", workers=len(sizes)), slots, StartAgain(self.said.append))
         monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.0)
         now = iter(range(10**9))
         monkeypatch.setattr(launcher.time, "monotonic", lambda: float(next(now)))
@@ -59,8 +65,9 @@ class Machine:
             for worker in workers:
                 assert isinstance(worker.local, SwarmSlot)
                 self.starts.append(worker.local.index)
-                worker.process = Process(codes[worker.local.index].pop(0))  # type: ignore[assignment]
-                worker.started, worker.restart_at = 0.0, None
+                of_processes = [codes[place] for place in ([worker.local.index] if ranks is None else range(ranks))]
+                worker.begin([Process(code.pop(0)) for code in of_processes])  # type: ignore[misc]
+                worker.started = 0.0
 
         monkeypatch.setattr(self.workers, "_start", start)
 
@@ -74,6 +81,35 @@ def test_a_killed_worker_is_started_again_and_the_others_go_on(tmp_path: Path, m
     assert machine.starts == [0, 1, 1, 1]
     assert "local worker 1 ended" in machine.said[0] and "SIGKILL" in machine.said[0]
     assert "started again (2 of at most" in machine.said[1]
+
+
+def test_a_worker_of_several_ranks_is_started_again_as_a_whole_when_one_of_them_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other rank does not end by itself, and is killed; the one that was killed first is named."""
+    machine = Machine(tmp_path, monkeypatch, [None, 0], [-signal.SIGKILL, 0], ranks=2)
+    killed: list[signal.Signals] = []
+
+    def kill(worker: LaunchedWorker, number: signal.Signals) -> None:
+        killed.append(number)
+        for process in worker.processes:
+            if process.is_alive():
+                process.kill()
+
+    monkeypatch.setattr(LaunchedWorker, "send_signal", kill)
+    machine.run()
+    assert machine.starts == [0, 0] and killed == [signal.SIGKILL]
+    assert "rank 1 of local worker 0 ended" in machine.said[0]
+
+
+def test_the_reason_of_a_worker_of_several_ranks_is_that_of_the_rank_which_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank only says that it was left."""
+    machine = Machine(tmp_path, monkeypatch, [EXCLUDED_CODE], [1], ranks=2)
+    with pytest.raises(WorkerFailed):
+        machine.run()
+    assert machine.starts == [0]
 
 
 def test_there_is_an_end_to_starting_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +205,7 @@ class FixedSet:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *codes: int | None, seconds: float = 1.0) -> None:
         self.polls = 0
         config = RunConfig(workers=len(codes))
-        ranks = [LocalRank(n, config.ranks_of_workers(), folder, folder, 0) for n in range(len(codes))]
+        ranks = [[LocalRank(n, config.ranks_of_workers(), folder, folder, 0)] for n in range(len(codes))]
         self.workers = LocalWorkers(config, ranks, EndTogether(config, folder))
         monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.0)
         monkeypatch.setattr(launcher.time, "monotonic", lambda: seconds * self.polls)
@@ -177,7 +213,7 @@ class FixedSet:
 
         def start(workers: Sequence[LaunchedWorker]) -> None:
             for worker, process in zip(workers, self.processes, strict=True):
-                worker.process = process  # type: ignore[assignment]
+                worker.begin([process])  # type: ignore[list-item]
 
         monkeypatch.setattr(self.workers, "_start", start)
 
@@ -236,7 +272,7 @@ def test_a_loss_that_is_not_finite_asks_all_workers_of_a_fixed_set_to_end(
 
     def end(worker: LaunchedWorker, number: signal.Signals) -> None:
         asked.append((str(worker.local), number))
-        worker.process.exitcode = 0  # type: ignore[union-attr]
+        worker.processes[0].exitcode = 0  # type: ignore[misc]
 
     monkeypatch.setattr(LaunchedWorker, "send_signal", end)
     (tmp_path / "logs").mkdir()

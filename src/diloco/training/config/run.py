@@ -8,7 +8,14 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from diloco.core.config import COARSE_CODECS, FaultsConfig, OuterConfig, SyncConfig, refuse_combinations
+from diloco.core.config import (
+    COARSE_CODECS,
+    FaultsConfig,
+    OuterConfig,
+    SyncConfig,
+    refuse_by_ranks_in_a_swarm,
+    refuse_combinations,
+)
 from diloco.core.options import Scope, option, scope, scopes
 from diloco.core.rates import LearningRateCurve
 from diloco.core.schedule import Schedule
@@ -273,7 +280,7 @@ class RunConfig:
         if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.ranks):
             raise ConfigError(f"ranks = {self.ranks} must be a number of at least 1, or one for each worker as in 1,2")
         several = set(self.ranks.split(",")) != {"1"}
-        if several and self.sync.warm_start:
+        if several and self.sync.warm_start and self.engine != "swarm":
             raise ConfigError(
                 f"sync.warm_start = {self.sync.warm_start} is for workers of one rank, and ranks = {self.ranks}: train "
                 "these steps with ranks = 1, and begin the run with the model that they give (--model RUN/model)"
@@ -336,10 +343,8 @@ class RunConfig:
                 f"sync.warm_start = {self.sync.warm_start}: in a swarm one worker takes these steps alone, and with "
                 f"steps = {self.steps} none would be left for the others; lower it or raise steps"
             )
-        if self.ranks != "1":
-            raise ConfigError(
-                f"ranks = {self.ranks}: a worker of a swarm has one rank; start a worker for each device (--workers)"
-            )
+        if set(self.ranks.split(",")) != {"1"}:
+            refuse_by_ranks_in_a_swarm(self.sync)
         if self.backend != "gloo":
             raise ConfigError(f"backend = {self.backend} has no effect with engine = swarm: leave it out")
         if self.data.partition != "iid":

@@ -8,10 +8,11 @@ EndTogether    for a fixed set of workers: the run ends with the first that fail
                membership), but not at once: the others have their bounded wait to notice, to save the last agreed
                parameters and to write how far they came.
 StartAgain     for workers of a swarm: a worker that was killed, or failed for a reason that may pass, is started again
-               under its own name while the others train on. It takes the swarm's state, or, if no member is left,
-               continues from the newest checkpoint of this machine. A worker that the swarm refuses (banned, another
-               model), whose configuration is refused, whose loss is not finite, or that failed before it had joined,
-               is not started again. The run has ended when all local workers have.
+               under its own name while the others train on; so is one of several ranks as a whole, when one of them
+               has failed. It takes the swarm's state, or, if no member is left, continues from the newest checkpoint of
+               this machine. A worker that the swarm refuses (banned, another model), whose configuration is refused,
+               whose loss is not finite, or that failed before it had joined, is not started again. The run has ended
+               when all local workers have.
 """
 
 import logging
@@ -25,7 +26,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -72,6 +73,8 @@ MAX_RESTARTS = 5
 RESTED_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 15.0
+_RANKS_GRACE_SECONDS = 5.0
+"""From the failure of one rank of a swarm's worker until the others are killed: they write why they end."""
 _GRACE_BEFORE_START_SECONDS = 2.0
 """The grace of workers that had not found each other yet."""
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -83,24 +86,63 @@ _FULL_BYTES = 1 << 20
 
 @dataclass
 class LaunchedWorker:
-    """A local worker, or a rank of one, and the process that runs it now."""
+    """Processes that are started together and end together: a worker, a rank of a fixed set's worker, or all ranks of a
+    swarm's worker."""
 
-    local: LocalRank | SwarmSlot
-    process: BaseProcess | None = None
+    locals: Sequence[LocalRank] | Sequence[SwarmSlot]
+    processes: list[BaseProcess] = field(default_factory=list)
+    """Those that run now, in the same order."""
     started: float = 0.0
     restarts: int = 0
     restart_at: float | None = None
     """When it is started again."""
     code: int | None = None
     """The exit code with which it ended for good."""
+    cause: LocalRank | SwarmSlot | None = None
+    """The one by which it ended, if it failed."""
+    _failed_at: float | None = None
+    _killed: bool = False
+
+    @property
+    def local(self) -> LocalRank | SwarmSlot:
+        """The first one."""
+        return self.locals[0]
 
     @property
     def is_alive(self) -> bool:
-        return self.process is not None and self.process.is_alive()
+        return any(process.is_alive() for process in self.processes)
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self.process is not None and self.process.is_alive() and self.process.pid is not None:
-            os.kill(self.process.pid, number)
+        for process in self.processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
+
+    def begin(self, processes: list[BaseProcess]) -> None:
+        self.processes = processes
+        self.started = time.monotonic()
+        self.restart_at = None
+        self.cause = None
+        self._failed_at = None
+        self._killed = False
+
+    def exit_code(self) -> int | None:
+        """The exit code with which it has ended; None: it runs.
+
+        Once a process has failed the others have a moment to notice; then they are killed. What failed first is the
+        cause: a process that was killed, or else one with an exit code that says why.
+        """
+        codes = [process.exitcode for process in self.processes]
+        locals_: Sequence[LocalRank | SwarmSlot] = self.locals
+        failed = [(code, local) for code, local in zip(codes, locals_, strict=True) if code]
+        if failed and not self._killed:
+            self._failed_at = self._failed_at or time.monotonic()
+            self.cause = min(failed, key=lambda one: (one[0] > 0, one[0] not in EXIT_CODES.values()))[1]
+            if time.monotonic() - self._failed_at > _RANKS_GRACE_SECONDS and None in codes:
+                self._killed = True
+                self.send_signal(signal.SIGKILL)
+        if None in codes or not codes:
+            return None
+        return 0 if self.cause is None else codes[list(self.locals).index(self.cause)]
 
 
 class RestartPolicy(ABC):
@@ -131,9 +173,15 @@ class RestartPolicy(ABC):
 class LocalWorkers:
     """The worker processes of one run on this machine. `stop()` may be called from a signal handler."""
 
-    def __init__(self, config: RunConfig, locals_: Sequence[LocalRank | SwarmSlot], policy: RestartPolicy) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        together: Sequence[Sequence[LocalRank]] | Sequence[Sequence[SwarmSlot]],
+        policy: RestartPolicy,
+    ) -> None:
+        """`together`: the processes that end together, by worker."""
         self.config = config
-        self.workers = [LaunchedWorker(local) for local in locals_]
+        self.workers = [LaunchedWorker(locals_) for locals_ in together]
         self.stop_requests = 0
         self._policy = policy
         policy.workers = self.workers
@@ -145,7 +193,7 @@ class LocalWorkers:
         """
         (self.workers[0].local.run_folder / "logs").mkdir(exist_ok=True)
         for worker in self.workers:
-            rotate_log(worker.local.log)
+            _rotate_logs(worker)
         self._policy.begin()
         try:
             self._start(self.workers)
@@ -177,12 +225,15 @@ class LocalWorkers:
         context = multiprocessing.get_context("spawn")
         with stop_signals_blocked():
             for worker in workers:
-                name = f"diloco-{worker.local.log.stem}"
-                process = context.Process(target=run_worker, args=(self.config, worker.local), name=name, daemon=True)
-                process.start()
-                worker.process = process
-                worker.started = time.monotonic()
-                worker.restart_at = None
+                if isinstance(worker.local, SwarmSlot):
+                    worker.local.rendezvous.unlink(missing_ok=True)  # of an earlier start
+                processes = []
+                for local in worker.locals:
+                    name = f"diloco-{local.log.stem}"
+                    process = context.Process(target=run_worker, args=(self.config, local), name=name, daemon=True)
+                    process.start()
+                    processes.append(process)
+                worker.begin(list(processes))
         if self.stop_requests:  # before the processes had started
             self._signal_stop()
 
@@ -193,7 +244,7 @@ class LocalWorkers:
         if worker.restart_at is not None:
             self._restart_if_due(worker, worker.restart_at)
             return
-        code = None if worker.process is None else worker.process.exitcode
+        code = worker.exit_code()
         if code is None:
             return
         pause = self._policy.pause_before_restart(worker, code, stopping=self.stop_requests > 0)
@@ -209,11 +260,11 @@ class LocalWorkers:
             if disk_is_full(worker.local.run_folder):
                 worker.restart_at = time.monotonic() + _FULL_SECONDS
                 return
-            rotate_log(worker.local.log)
+            _rotate_logs(worker)
             self._start([worker])
 
     def _kill_all(self) -> None:
-        processes = [worker.process for worker in self.workers if worker.process is not None]
+        processes = [process for worker in self.workers for process in worker.processes]
         for process in processes:
             if process.is_alive():
                 process.kill()
@@ -297,7 +348,7 @@ class StartAgain(RestartPolicy):
         self._note = note
 
     def pause_before_restart(self, worker: LaunchedWorker, code: int, *, stopping: bool) -> float | None:
-        local = worker.local
+        local = worker.cause or worker.local
         if time.monotonic() - worker.started > RESTED_SECONDS:
             worker.restarts = 0
         if (
@@ -325,7 +376,8 @@ class StartAgain(RestartPolicy):
 
     def _would_fail_again(self, worker: LaunchedWorker, code: int) -> bool:
         """Return whether the worker failed before it had joined, or may find no state left to join."""
-        joined = worker.local.run_folder / SWARM_FOLDER / f"{worker.local.log.stem}.json"
+        assert isinstance(worker.local, SwarmSlot)
+        joined = worker.local.run_folder / SWARM_FOLDER / f"{worker.local.name}.json"
         never_joined = code > 0 and not joined.exists()
         return never_joined or any(other.code == LOSS_CODE for other in self.workers)
 
@@ -336,7 +388,8 @@ class StartAgain(RestartPolicy):
         if any(worker.code == 0 for worker in self.workers):
             return None
         first = self.workers[0]
-        return worker_error(str(first.local), first.local.log, first.code or 0)
+        local = first.cause or first.local
+        return worker_error(str(local), local.log, first.code or 0)
 
 
 def disk_is_full(folder: Path) -> bool:
@@ -392,6 +445,11 @@ def stop_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _rotate_logs(worker: LaunchedWorker) -> None:
+    for local in worker.locals:
+        rotate_log(local.log)
 
 
 def rotate_log(log: Path) -> None:

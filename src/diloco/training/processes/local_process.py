@@ -6,6 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 
 RENDEZVOUS_FILE = ".rendezvous"
+"""In the run folder, where the processes of a start meet; the ranks of a swarm's worker have one with its name."""
 NO_CUDA = "device = cuda, but this machine has no CUDA device that torch can use: use --device cpu"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -57,11 +58,11 @@ class LocalRank:
 
 @dataclass(frozen=True)
 class SwarmSlot:
-    """A local worker of a swarm. The swarm gives it its worker number when it joins."""
+    """A process of a swarm's local worker, or of one of its ranks. The worker gets its number when it joins."""
 
     index: int
-    slots: int
-    """Local workers of this machine."""
+    ranks_of_workers: tuple[int, ...]
+    """The ranks of each local worker of this machine."""
     run_folder: Path
     corpus_folder: Path
     own_folder: Path | None
@@ -70,18 +71,38 @@ class SwarmSlot:
     """Process id of the launcher."""
     founder: bool
     """Starts the swarm, or starts it again from a checkpoint, if no other member answers."""
+    rank: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.ranks_of_workers[self.index]
+
+    @property
+    def processes(self) -> int:
+        """All processes of this machine's local workers."""
+        return sum(self.ranks_of_workers)
+
+    @property
+    def process(self) -> int:
+        """Its place among them."""
+        return sum(self.ranks_of_workers[: self.index]) + self.rank
+
+    @property
+    def rendezvous(self) -> Path:
+        return self.run_folder / f"{RENDEZVOUS_FILE}-{self.name}"
 
     @property
     def name(self) -> str:
-        """The name of its files in RUN/swarm and RUN/logs."""
+        """The name of the worker's files in RUN/swarm."""
         return worker_name(self.index)
 
     def __str__(self) -> str:
-        return f"local worker {self.index}"
+        return f"local worker {self.index}" if self.ranks == 1 else f"rank {self.rank} of local worker {self.index}"
 
     @property
     def log(self) -> Path:
-        return self.run_folder / "logs" / f"{self.name}.log"
+        rank = "" if self.ranks == 1 else f"-rank-{self.rank}"
+        return self.run_folder / "logs" / f"{self.name}{rank}.log"
 
 
 def worker_name(index: int) -> str:

@@ -164,7 +164,7 @@ class FixedWorkers(WayToStart):
         ranks_of_workers = self.config.ranks_of_workers()
         resumed = self.resume is not None
         ranks = [
-            LocalRank(process, ranks_of_workers, folder, self.corpus.folder, os.getpid(), resumed)
+            [LocalRank(process, ranks_of_workers, folder, self.corpus.folder, os.getpid(), resumed)]
             for process in range(sum(ranks_of_workers))
         ]
         workers = LocalWorkers(self.config, ranks, EndTogether(self.config, folder))

@@ -97,8 +97,12 @@ class SwarmWorkers(WayToStart):
             give_seats(swarm, names, config.swarm.invitation_days, time.time())
         own = None if self.texts.own is None else self.texts.own.folder
         shared = self.texts.shared.folder
+        ranks_of_workers = config.ranks_of_workers()
         slots = [
-            SwarmSlot(index, config.workers, folder, shared, own, os.getpid(), self.founder and index == 0)
+            [
+                SwarmSlot(index, ranks_of_workers, folder, shared, own, os.getpid(), self.founder and index == 0, rank)
+                for rank in range(ranks_of_workers[index])
+            ]
             for index in range(config.workers)
         ]
         workers = LocalWorkers(config, slots, StartAgain(observer.note))

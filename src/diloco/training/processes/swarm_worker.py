@@ -1,5 +1,6 @@
 """A worker process of a swarm: joins the swarm or starts it, builds its training, runs it, and leaves."""
 
+import json
 import logging
 import math
 import os
@@ -10,22 +11,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from diloco.data.corpus import Corpus
 from diloco.data.preparation.received_corpus import corpus_files
+from diloco.engines.connect import join
+from diloco.engines.first_rank import FirstRankEngine, connect_first
+from diloco.engines.ranked import ranks_of_one_worker
+from diloco.engines.worker_ranks import WorkerRanks
+from diloco.errors import CheckpointError
 from diloco.history.events import Emit, RenumberedEvent, SwarmEvent, WarmStartEvent, make_event
-from diloco.history.log import EventLog
+from diloco.history.log import EventLog, NoEvents
 from diloco.swarm.engine import SwarmEngine
 from diloco.swarm.network.listening import choose_port
 from diloco.swarm.protocol.status import RunStatus
 from diloco.swarm.run_files import SWARM_FOLDER
 from diloco.swarm.settings import Settings
 from diloco.training.batches import WorkerTexts
-from diloco.training.checkpoints.resume import newest_start
+from diloco.training.checkpoints.resume import Start, newest_start
 from diloco.training.config.run import RunConfig
 from diloco.training.processes.cores import SharedCores, registry
 from diloco.training.processes.local_process import SwarmSlot
-from diloco.training.processes.worker import device_of, on_stop_signals, run_training
+from diloco.training.processes.worker import START_SECONDS, check_devices, device_of, on_stop_signals, run_training
 from diloco.training.records.run_description import RUN_JSON
 from diloco.training.sizes.estimate import emit_sizes, sharing
 from diloco.training.swarm.training import SwarmTraining
@@ -69,7 +77,7 @@ def settings_of(config: RunConfig, slot: SwarmSlot) -> Settings:
         minority_seconds=60.0 * swarm.minority_minutes,
         timeout_seconds=config.sync.timeout_seconds,
         refusals_to_ban=swarm.refusals_to_ban,
-        label=platform.node()[:48] + (f"/{slot.index}" if slot.slots > 1 else ""),
+        label=platform.node()[:48] + (f"/{slot.index}" if len(slot.ranks_of_workers) > 1 else ""),
     )
 
 
@@ -111,60 +119,122 @@ def _train(config: RunConfig, slot: SwarmSlot) -> None:
         raise _Stopped
 
     on_stop_signals(give_up)  # finding the swarm may take a minute, and fetching its state too
-    device = device_of(config, slot.index)
+    device = device_of(config, slot.process)
     own = None if slot.own_folder is None else Corpus.open(slot.own_folder)
-    texts = WorkerTexts(Corpus.open(slot.corpus_folder, allow_missing_shards=True), own, slot.index, slot.slots)
+    texts = WorkerTexts(
+        Corpus.open(slot.corpus_folder, allow_missing_shards=True), own, slot.index, len(slot.ranks_of_workers)
+    )
     swarm_events = SwarmEvents()
-    engine = SwarmEngine(settings_of(config, slot), on_event=swarm_events)
+    engine: SwarmEngine | FirstRankEngine
+    if slot.ranks == 1:
+        engine = SwarmEngine(settings_of(config, slot), on_event=swarm_events)
+    else:
+        engine = _join_together(config, slot, swarm_events)
     try:
-        log = EventLog(slot.run_folder, engine.worker)
+        check_devices(device, engine.ranks)
+        log = EventLog(slot.run_folder, engine.worker) if slot.rank == 0 else NoEvents()
         _train_as_member(config, slot, texts, engine, log, device, swarm_events)
     finally:
         engine.close()
     log.close()
 
 
+def _join_together(config: RunConfig, slot: SwarmSlot, swarm_events: SwarmEvents) -> FirstRankEngine:
+    """Meet the other ranks of this worker, of which the first joins the swarm."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meeting = FileStore(str(slot.rendezvous), slot.ranks)
+    join(str(slot.rendezvous), meeting, slot.rank, slot.ranks, START_SECONDS)
+    return connect_first(
+        lambda: SwarmEngine(settings_of(config, slot), on_event=swarm_events),
+        ranks_of_one_worker(),
+        dist.destroy_process_group,
+    )
+
+
 def _train_as_member(
     config: RunConfig,
     slot: SwarmSlot,
     texts: WorkerTexts,
-    engine: SwarmEngine,
+    engine: SwarmEngine | FirstRankEngine,
     log: EventLog,
     device: torch.device,
     swarm_events: SwarmEvents,
 ) -> None:
-    files = corpus_files(texts.shared)
-    files[RUN_JSON] = slot.run_folder / SWARM_FOLDER / RUN_JSON
-    engine.serve_files(files)
-    me = next(member for member in engine.status().members if member.number == engine.worker)
-    founded = me.has_state  # no member answered: this worker starts the swarm, or restarts it
-    start = newest_start(slot.run_folder) if founded else None
-    saved = start is not None and start.checkpoint is not None
-    place: dict[str, Any] = {"run": engine.status().run, "peer": me.peer, "addresses": list(me.addresses)}
-    log.emit(SwarmEvent(name=slot.name, founded=founded, going_on=saved, **place))
-    swarm_events.write_into(log)
+    swarm = engine if isinstance(engine, SwarmEngine) else engine.first
+    assert swarm is None or isinstance(swarm, SwarmEngine)
+    founded, start = _agree_on_start(slot, texts, swarm, engine.ranks, log, swarm_events)
     cores = SharedCores(torch.set_num_threads, log.emit, fixed=_chosen_threads(config), folder=registry())
-    cores.begin(slot.slots)
-    engine.pause_serving_state(saved)  # until it is the saved one
+    cores.begin(slot.processes)
     if slot.index == 0:
-        emit_sizes(config, texts.shared.vocab_size, engine, device, slot.slots, log.emit, slot.run_folder)
+        emit_sizes(config, texts.shared.vocab_size, engine, device, slot.processes, log.emit, slot.run_folder)
     if not founded and config.sync.warm_start:
-        wait_for_warm_start(engine.status, config.sync.warm_start, log.emit)
+        _wait_for_warm_start(engine, swarm, config.sync.warm_start, log.emit)
     training = SwarmTraining(
-        config, texts, engine, log, device, slot.run_folder, leader=slot.index == 0, sharing=sharing(slot.slots)
+        config, texts, engine, log, device, slot.run_folder, leader=slot.index == 0, sharing=sharing(slot.processes)
     )
     training.joined = not founded
-    if start is not None and saved:
+    if start is not None:
         training.resume(start)
-    engine.pause_serving_state(False)
+    if swarm is not None:
+        swarm.pause_serving_state(False)
     training.after_step = cores.update
 
     def stop() -> None:
         training.request_stop()
-        engine.leave_soon()
+        if swarm is not None:
+            swarm.leave_soon()
 
     on_stop_signals(stop)
     run_training(training)
+
+
+def _agree_on_start(
+    slot: SwarmSlot,
+    texts: WorkerTexts,
+    swarm: SwarmEngine | None,
+    ranks: WorkerRanks,
+    log: EventLog,
+    swarm_events: SwarmEvents,
+) -> tuple[bool, Start | None]:
+    """Return whether no member answered, so that this worker starts the swarm or restarts it; and from which of its
+    checkpoints, if it has one. What the first rank finds counts."""
+    folder = ""
+    founded = False
+    if swarm is not None:
+        files = corpus_files(texts.shared)
+        files[RUN_JSON] = slot.run_folder / SWARM_FOLDER / RUN_JSON
+        swarm.serve_files(files)
+        me = next(member for member in swarm.status().members if member.number == swarm.worker)
+        founded = me.has_state
+        folder = _folder_of(newest_start(slot.run_folder)) if founded else ""
+        place: dict[str, Any] = {"run": swarm.status().run, "peer": me.peer, "addresses": list(me.addresses)}
+        log.emit(SwarmEvent(name=slot.name, founded=founded, going_on=bool(folder), **place))
+        swarm_events.write_into(log)
+        swarm.pause_serving_state(bool(folder))  # until it is the saved one
+    founded, folder = json.loads(ranks.tell(json.dumps([founded, folder]).encode()))
+    if not folder:
+        return founded, None
+    start = newest_start(slot.run_folder)
+    if _folder_of(start) != folder:
+        raise CheckpointError(f"{slot} finds {_folder_of(start)} to start from, and the first rank has found {folder}")
+    return founded, start
+
+
+def _folder_of(start: Start) -> str:
+    return "" if start.checkpoint is None else str(start.checkpoint.folder)
+
+
+def _wait_for_warm_start(
+    engine: SwarmEngine | FirstRankEngine, swarm: SwarmEngine | None, steps: int, emit: Emit
+) -> None:
+    def wait() -> None:
+        assert swarm is not None
+        wait_for_warm_start(swarm.status, steps, emit)
+
+    if isinstance(engine, FirstRankEngine):
+        engine.wait_for_first(wait)
+    else:
+        wait()
 
 
 def _chosen_threads(config: RunConfig) -> int | None:

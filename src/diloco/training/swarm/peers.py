@@ -16,6 +16,7 @@ from diloco.data.corpus import Corpus
 from diloco.data.order import ShardProgress, count_windows
 from diloco.data.preparation.received_corpus import check_file
 from diloco.engines.base import Connection
+from diloco.engines.first_rank import FirstRankEngine
 from diloco.engines.note import MalformedNote, Note, read_note, write_note
 from diloco.engines.rounds import RoundResult
 from diloco.errors import EngineError, Excluded
@@ -61,10 +62,6 @@ class SwarmConnection(Protocol):
     def roster(self) -> tuple[int, ...]:
         """Return the numbers of all live members."""
 
-    @property
-    def excluded(self) -> str | None:
-        """The reason for which the swarm has excluded this worker; None if it has not."""
-
     def fetch_file(self, name: str, path: Path) -> None: ...
 
     def status(self) -> "RunStatus":
@@ -85,9 +82,16 @@ def starting_shards(texts: WorkerTexts, engine: Connection, config: RunConfig) -
     return share if windows >= config.training.batch_size else local_shards
 
 
+def swarm_of(engine: Connection) -> SwarmConnection | None:
+    """Return the engine that is in a swarm, on the first rank of a worker; None on the others."""
+    first = engine.first if isinstance(engine, FirstRankEngine) else engine
+    return first if isinstance(first, SwarmConnection) else None
+
+
 def present(engine: Connection) -> tuple[int, ...]:
-    """Return the numbers of the present members, this worker included."""
-    others = engine.roster if isinstance(engine, SwarmConnection) else [member.worker for member in engine.members()]
+    """Return the numbers of the present members as this rank knows them, this worker included."""
+    swarm = swarm_of(engine)
+    others = [member.worker for member in engine.members()] if swarm is None else swarm.roster
     return tuple(sorted({*others, engine.worker}))
 
 
@@ -119,7 +123,11 @@ def _read(note: bytes) -> Note:
 
 
 class SwarmPeers(Peers):
-    """The other members, as one worker of a swarm deals with them."""
+    """The other members, as one worker of a swarm deals with them.
+
+    Each rank of a worker has one. The first of them reads the text for all (training/loop.py); what the others know of
+    shards has no effect.
+    """
 
     def __init__(
         self,
@@ -134,7 +142,7 @@ class SwarmPeers(Peers):
         self._config = config
         self._engine = engine
         self._events = events
-        self._swarm = engine if isinstance(engine, SwarmConnection) else None
+        self._swarm = swarm_of(engine)
         self._reader = reader
         self._validation = validation
         self._outer = outer
@@ -184,11 +192,17 @@ class SwarmPeers(Peers):
             return
         wanted = self._config.swarm.min_workers
         reported = -1  # present workers
-        while (present_workers := len(present(self._engine))) < wanted and not self._stopped():
-            if present_workers != reported:
+        ranks = self._engine.ranks
+        while True:
+            present_workers = len(present(self._engine)) if ranks.rank == 0 else wanted
+            waits = ranks.any(present_workers < wanted)
+            if not waits or self._stopped():
+                return
+            if ranks.rank == 0 and present_workers != reported:
                 self._events.emit(WaitingEvent(present=present_workers, wanted=wanted))
                 reported = present_workers
             self._send_progress()  # joiners wait for the end of a warm start
+            self._engine.wanted(self._outer.sequence)  # several ranks gather the state for joiners here
             time.sleep(_POLL_SECONDS)
 
     # Saved: how far all known readers have read the text
@@ -294,7 +308,7 @@ class SwarmPeers(Peers):
         before = list(self._reader.shards)
         if self.claims.follow(roster, self._reader) or self._reader.shards != before:
             self._events.emit(ShardsEvent(shards=self._reader.shards))
-        self._missing = self.claims.missing()
+        self._missing = self.claims.missing() if self._engine.ranks.rank == 0 else []
         self._fetcher.start(self._missing)
 
     def _fetch(self, name: str, path: Path) -> None:
@@ -344,8 +358,8 @@ class SwarmPeers(Peers):
     def check_progress(self, failures: list[str], loss: float | None) -> None:
         """Raise Excluded if the swarm has excluded this worker, and EngineError if the loss is not finite and the last
         rounds were without this worker's contribution, or if no round has succeeded for CUT_OFF_SECONDS."""
-        if self._swarm is not None and self._swarm.excluded is not None:
-            raise Excluded(f"the swarm has excluded this worker: {self._swarm.excluded}")
+        if self._engine.excluded is not None:
+            raise Excluded(f"the swarm has excluded this worker: {self._engine.excluded}")
         rounds_without = len(failures) or self._refusals
         if rounds_without >= FAILURES_IN_A_ROW and loss is not None and not math.isfinite(loss):
             raise EngineError(

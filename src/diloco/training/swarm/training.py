@@ -21,8 +21,8 @@ class SwarmTraining(Training):
             self.evaluator,
             self._elastic_loop(),
             self.events,
-            leader=self.leader,
-            stopped=lambda: self.stop_requested,
+            leader=self._writes_model,  # all its ranks measure together
+            stopped=lambda: self.engine.ranks.any(self.stop_requested),
         )
 
     def _peers(self, texts: WorkerTexts) -> SwarmPeers:
