@@ -223,7 +223,7 @@ def test_a_round_that_fails_fails_on_all_ranks_and_all_take_over_the_others_stat
         built[worker].set()
         assert built[1].wait(60.0)
         train_on(model, optimizer, worker=worker, steps=8)
-        return [optimizer.anchor_digest()], optimizer.failures, optimizer.loop.resyncs
+        return [optimizer.anchor_digest()], optimizer.failures, optimizer.loop.counters.resyncs
 
     alone, first, second = in_threads(
         [lambda: work(0, None), lambda: work(1, meeting.rank(0)), lambda: work(1, meeting.rank(1))]
