@@ -40,6 +40,7 @@ The configuration, the tokenizer, a share of the text and the state of training
 come from the others; only what concerns this machine is decided here:
 
   --device D            auto (default), cpu, cuda
+  --ranks R             processes of each worker, a device each (1)
   --threads N           CPU threads of each worker
   --out RUNDIR          the run folder (default runs/<date>-<model>)
   --data.source X       read this text instead of a share of the swarm's

@@ -93,7 +93,10 @@ def train(
 def _train(config: RunConfig, resume: Path | None, console: Console) -> None:
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if torchrun and config.engine == "swarm":
-        raise ConfigError("engine = swarm under torchrun: each worker of a swarm is its own; start it with --workers")
+        raise ConfigError(
+            "engine = swarm under torchrun: diloco starts the processes of a swarm's workers itself; give --ranks and "
+            "--workers instead. (Several machines as one worker: a loop of your own with diloco.join_swarm(ranks=...))"
+        )
     if torchrun:
         console.quiet = os.environ.get("RANK") != "0"  # rank 0 prints for all
     if not console.quiet:

@@ -113,7 +113,7 @@ def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement,
     sync = config.sync
     swarm = config.engine == "swarm"
     copy = _FP32 * averaged
-    vectors = encoded_vectors(config, shapes, place.ranks)
+    vectors = encoded_vectors(config, shapes, 1 if swarm else place.ranks)  # in a swarm every rank has the bytes of all
     moments = [] if place.alone and not swarm else moments_vectors(config, shapes)
     encoded = sum(
         vector.num_bytes + (0 if vector.mean is vector else vector.mean.num_bytes) for vector in vectors + moments
