@@ -423,6 +423,7 @@ REFUSED_BY_RANKS_IN_A_SWARM: tuple[RefusedByRanks, ...] = (
 
 
 def refuse_by_ranks_in_a_swarm(sync: SyncConfig) -> None:
+    """Raise ConfigError for the first row of REFUSED_BY_RANKS_IN_A_SWARM that is in these options."""
     for refused in REFUSED_BY_RANKS_IN_A_SWARM:
         if refused.applies(sync):
             raise ConfigError(refused.message.format(sync=sync))

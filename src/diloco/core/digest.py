@@ -112,7 +112,7 @@ class Digest:
 
     @property
     def total(self) -> int:
-        """The sum over all elements that were added, modulo 2^64."""
+        """Return the sum over all elements that were added, modulo 2^64."""
         total = self._total if self._by_column is None else self._total + (self._by_column * self._columns).sum()
         return int(total) & _64_BITS
 
@@ -122,7 +122,7 @@ class Digest:
 
 
 def joined_digest(totals: Iterable[int], numel: int) -> str:
-    """The digest of a tensor of so many elements, from the `total`s of digests that have each of them once."""
+    """Return the digest of a tensor of so many elements, from the `total`s of digests that have each of them once."""
     return f"{(sum(totals) ^ (numel * _GOLDEN)) & _64_BITS:016x}"
 
 

@@ -79,12 +79,12 @@ class Span:
 
 
 def parts_at_once(layout: PartLayout, elements: int) -> int:
-    """The parts of a span of so many elements, if there are that many: at least one."""
+    """Return how many parts a span of so many elements has: one at least, and no more than there are."""
     return min(layout.num_parts, max(1, elements // layout.part_elements))
 
 
 def cut_spans(layout: PartLayout, parts: int) -> Iterator[Span]:
-    """A whole fragment in order, so many parts at a time."""
+    """Cut a whole fragment into spans of so many parts, in order."""
     part = layout.part_elements
     for first in range(0, layout.num_parts, parts):
         count = min(parts, layout.num_parts - first)

@@ -15,7 +15,7 @@ from diloco.core.lanes import Shape, shard_bounds
 
 
 class Placement:
-    """The runs of all ranks, of tensors of these shapes in this order."""
+    """The runs of all ranks, in a fragment of tensors of these shapes in this order."""
 
     def __init__(self, shapes: Sequence[Shape], ranks: int) -> None:
         self.ranks = ranks
@@ -33,11 +33,11 @@ class Placement:
         self._own_starts = [[0, *accumulate(of_rank)] for of_rank in lengths]
 
     def held(self, rank: int) -> int:
-        """The number of elements that a rank holds."""
+        """Return the number of elements that a rank holds."""
         return self._own_starts[rank][-1]
 
     def before(self, rank: int, position: int) -> int:
-        """The number of elements that a rank holds before this position of the fragment."""
+        """Return the number of elements that a rank holds before this position of the fragment."""
         index = bisect_right(self._starts[rank], position) - 1
         if index < 0:
             return 0
@@ -45,11 +45,11 @@ class Placement:
         return min(own[index] + position - self._starts[rank][index], own[index + 1])
 
     def own_interval(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """What a rank holds of [start, stop) of the fragment, in its own order."""
+        """Return the interval of a rank's own order that is [start, stop) of the fragment."""
         return self.before(rank, start), self.before(rank, stop)
 
     def runs(self, rank: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The intervals of the fragment that are [start, stop) of a rank's own order."""
+        """Yield the intervals of the fragment that are [start, stop) of a rank's own order."""
         own = self._own_starts[rank]
         index = bisect_right(own, start) - 1
         last = bisect_left(own, stop)

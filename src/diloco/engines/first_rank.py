@@ -43,7 +43,7 @@ Answer = TypeVar("Answer")
 
 
 class FirstRankEngine(Engine):
-    """One rank of such a worker. `first` is the engine of the first rank; None on the others."""
+    """The engine of one rank of such a worker; `first` is that of the first rank alone, None on the others."""
 
     elastic = True
 
@@ -59,7 +59,7 @@ class FirstRankEngine(Engine):
         self._provider: Callable[[], GlobalState] | None = None
         self._changed = threading.Condition()
         self._asked: list[Future[GlobalState]] = []
-        """Those who want the state, on the first rank."""
+        """The requests for the state, on the first rank."""
         self._on_close = on_close
         self._together(self._place)
         atexit.register(self.close)  # the groups' threads must end before the interpreter does
@@ -67,7 +67,7 @@ class FirstRankEngine(Engine):
     # What all ranks ask together
 
     def wanted(self, sequence: int) -> bool:
-        """Collective."""
+        """Ask whether the others wait for this round no longer. Collective."""
         return bool(self._together(lambda: {**self._place(), "wanted": self._of_first().wanted(sequence)})["wanted"])
 
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
@@ -79,7 +79,7 @@ class FirstRankEngine(Engine):
             return _ToldRound(self, error, contribution)
 
     def fetch_state(self) -> GlobalState | None:
-        """Collective. The tensors are on the first rank only (`GatheredReplica` gives every rank its own)."""
+        """Fetch the others' state. Collective; the tensors are on the first rank only (`GatheredReplica` spreads them)."""
         fetched: list[GlobalState | None] = [None]
 
         def fetch() -> dict[str, Any]:
@@ -98,14 +98,14 @@ class FirstRankEngine(Engine):
         return state if fetched[0] is None else replace(state, tensors=fetched[0].tensors)
 
     def serve_state(self, provider: Callable[[], GlobalState]) -> None:
-        """`provider` is collective: it is called on all ranks together, in the trainer's thread, and the first rank's
-        state is served."""
+        """Serve the state of the first rank's `provider`, which is called on all ranks together, in the trainer's
+        thread."""
         self._provider = provider
         if self.first is not None:
             self.first.serve_state(self._ask_for_state)
 
     def wait_for_first(self, wait: Callable[[], object]) -> None:
-        """Collective: all ranks go on when `wait` has returned on the first one, which calls it in a thread."""
+        """Go on when `wait` has returned on the first rank, which calls it in a thread. Collective."""
 
         def waited() -> dict[str, Any]:
             wait()
@@ -147,7 +147,7 @@ class FirstRankEngine(Engine):
     # Telling
 
     def tell_bytes(self, data: torch.Tensor) -> None:
-        """Collective: every rank's uint8 vector becomes the first rank's."""
+        """Put the first rank's uint8 vector into that of every rank. Collective."""
         if len(data):
             self.ranks.share(data, [0, *(len(data) for _ in range(self.ranks.count))])
 
@@ -167,7 +167,7 @@ class FirstRankEngine(Engine):
             self._members = tuple(map(_member_from_json, said["members"]))
 
     def _together(self, ask: Callable[[], dict[str, Any]], *, in_thread: bool = False) -> dict[str, Any]:
-        """The first rank's answer on every rank; what it raises is raised on every rank.
+        """Return the first rank's answer on every rank; what it raises is raised on every rank.
 
         `in_thread`: the answer may take long, and is waited for in a thread.
         """
@@ -181,7 +181,7 @@ class FirstRankEngine(Engine):
         return said
 
     def _hear(self) -> dict[str, Any]:
-        """On the other ranks: what the first one says, after the states that it wants."""
+        """Return on another rank what the first one says, after gathering the states that it wants."""
         while True:
             data = self.ranks.tell(b"")
             if data[:1] == _ANSWER:
@@ -191,7 +191,7 @@ class FirstRankEngine(Engine):
                 self._gather_state()
 
     def _ask(self, ask: Callable[[], dict[str, Any]], *, in_thread: bool) -> dict[str, Any]:
-        """On the first rank."""
+        """Ask on the first rank, and tell the others."""
         answer: Future[dict[str, Any]] = Future()
 
         def work() -> None:
@@ -233,7 +233,7 @@ class FirstRankEngine(Engine):
     # The state
 
     def _ask_for_state(self) -> GlobalState:
-        """In a thread of the first rank's engine."""
+        """Wait until the ranks have gathered the state. Called in a thread of the first rank's engine."""
         asked: Future[GlobalState] = Future()
         with self._changed:
             self._asked.append(asked)
@@ -247,7 +247,7 @@ class FirstRankEngine(Engine):
             raise RoundFailed(f"the ranks of this worker did not gather its state within {STATE_SECONDS:g} s") from None
 
     def _gather_state(self) -> None:
-        """Collective."""
+        """Gather the state for the requests that are there. Collective."""
         assert self._provider is not None
         with self._changed:
             asked = self._asked
@@ -265,7 +265,7 @@ class FirstRankEngine(Engine):
 def connect_first(
     connect: Callable[[], Engine], ranks: WorkerRanks, on_close: Callable[[], None] | None = None
 ) -> FirstRankEngine:
-    """Collective: the first rank connects to the others. If it cannot, all ranks raise an error."""
+    """Connect the first rank to the others. Collective; if it cannot, all ranks raise an error."""
     first = None
     problem: DiLoCoError | None = None
     if ranks.rank == 0:
@@ -337,7 +337,7 @@ def _member_from_json(said: Mapping[str, Any]) -> Member:
 
 
 def _state_as_json(state: GlobalState) -> dict[str, Any]:
-    """All but the tensors and the bytes of the means."""
+    """Return all of a state but the tensors and the bytes of the means."""
     return {
         "numbers": dict(state.numbers),
         "layout_digest": state.layout_digest,

@@ -86,7 +86,7 @@ class RankedEngine(Connection):
 
 
 def ranks_of_one_worker() -> WorkerRanks:
-    """Collective: all processes of the initialised torch.distributed world are the ranks of one worker."""
+    """Make all processes of the initialised torch.distributed world the ranks of one worker. Collective."""
     ranks = range(dist.get_world_size())
     control = new_group(ranks, "gloo", _RANK_SECONDS)
     compute = new_group(ranks, compute_backend(), _RANK_SECONDS)

@@ -22,7 +22,7 @@ from diloco.errors import ConfigError, EngineError
 
 _LENGTH = struct.Struct("<q")
 _FIRST_BYTES = 56
-"""Of what `tell` says, so many bytes travel with its length: most of it is short."""
+"""So many bytes of what `tell` says travel with its length: most of it is short."""
 
 
 class WorkerRanks:
@@ -89,7 +89,7 @@ class WorkerRanks:
             raise EngineError(f"rank {broken[0]} of this worker's {self.count} cannot go on: its own log says why")
 
     def tell(self, data: bytes) -> bytes:
-        """What the first rank says, of whatever length; the others' `data` counts for nothing."""
+        """Return on every rank what the first one says, of whatever length; the others' `data` counts for nothing."""
         if self.count == 1:
             return data
         head = _LENGTH.pack(len(data)) + data[:_FIRST_BYTES]
@@ -112,7 +112,7 @@ class WorkerRanks:
     # Tensors
 
     def exchange(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Send part r to rank r; what every rank has sent to this one, which are so many elements of each.
+        """Send part r to rank r, and return what every rank has sent to this one: so many elements of each.
 
         The parts are of one dimension and one dtype, on one device.
         """

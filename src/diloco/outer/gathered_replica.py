@@ -51,7 +51,7 @@ from diloco.outer.shared_replica import SharedReplica
 from diloco.outer.tensors import ModelTensors
 
 _CHUNK_ELEMENTS = 1 << 22
-"""Of a state, so much is gathered or spread at a time."""
+"""So much of a state is gathered or spread at a time."""
 
 
 class GatheredReplica(SharedReplica):
@@ -118,7 +118,7 @@ class GatheredReplica(SharedReplica):
         return Placement([self.local[name].shape for name in names], self.engine.ranks.count)
 
     def _piece(self, name: str) -> Piece | None:
-        """The rows of a tensor that this rank answers for, if any."""
+        """Return the rows of a tensor that this rank answers for, if any."""
         tensor = self.local[name]
         start, stop = tensor.bounds[self.engine.ranks.rank : self.engine.ranks.rank + 2]
         return Piece(name, tensor.shape, start, stop) if start < stop else None
@@ -127,7 +127,7 @@ class GatheredReplica(SharedReplica):
         return self.local[piece.name].view(piece, self.engine.ranks.rank)
 
     def _vector(self, group: Group, placement: Placement, sync: SyncConfig) -> EncodedVector:
-        """The bytes of a whole fragment, on every rank: its memory is there while a round needs it."""
+        """Make the vector of a whole fragment, on every rank: its memory is there while a round needs it."""
         device = self.local[group.names[0]].local.device
         return EncodedVector(codec_of(group, sync), PartLayout(placement.numel), device)
 
@@ -148,14 +148,15 @@ class GatheredReplica(SharedReplica):
         return norm
 
     def are_finite(self, index: int, means: Sequence[EncodedVector]) -> bool:
-        """Each rank looks at a share of the parts; of a mean that was saved, at its own elements."""
+        """Return whether a mean is finite. Each rank looks at a share of the parts; of a saved mean, at its own
+        elements."""
         mean = means[0]
         ranks = self.engine.ranks
         whole = mean.layout == self.lane.sending[index].vector.layout
         return not ranks.any(not mean.is_finite(share=(ranks.rank, ranks.count) if whole else (0, 1)))
 
     def fetch_states(self) -> list[GlobalState] | None:
-        """The others' state; every rank gets the tensors that it holds."""
+        """Return the others' state; every rank gets the tensors that it holds."""
         state = self.lane.engine.fetch_state()
         if state is None:
             return None
@@ -204,7 +205,7 @@ class GatheredLane(Lane):
         )
 
     def copies(self) -> dict[str, Tensor]:
-        """On the first rank, copies on the CPU of all that a joiner needs; on the others, nothing."""
+        """Return on the first rank copies on the CPU of all that a joiner needs; on the others nothing."""
         held = self.start_tensors()
         for index, fragment in enumerate(self.fragments):
             if fragment is not None:
@@ -214,7 +215,7 @@ class GatheredLane(Lane):
         return {name: tensor for name, tensor in gathered.items() if tensor is not None}
 
     def _gathered(self, tensor: WholeTensor, own: Tensor | None) -> Tensor | None:
-        """The whole tensor on the first rank. `own`: what this rank holds of it, if anything."""
+        """Return the whole tensor on the first rank. `own`: what this rank holds of it, if anything."""
         placement = tensor.placement
         ranks = self.ranks
         own = torch.empty(0, dtype=tensor.dtype) if own is None else own.to("cpu")
@@ -226,8 +227,8 @@ class GatheredLane(Lane):
         return whole.view(tensor.shape) if ranks.rank == 0 else None
 
     def spread(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank holds of `tensors`, which are whole on the first one. Raises RoundFailed if one does not fit,
-        on all ranks."""
+        """Return what this rank holds of `tensors`, which are whole on the first one. Raises RoundFailed on all ranks
+        if one does not fit."""
         problem = self._misfit(tensors) if self.ranks.rank == 0 else ""
         problem = self.ranks.tell(problem.encode()).decode()
         if problem:
@@ -307,7 +308,8 @@ class GatheredSending(Sending):
         return outer_gradient(self._fragment) if self._gradient is None else self._gradient(turn, None)
 
     def _encode_span(self, number: int, span: Span, parts: Sequence[Tensor]) -> Tensor:
-        """(norm, squared error, squared norm of what the error was measured on), where it is, else zeros."""
+        """Encode this rank's span of a window; return (norm, squared error, squared norm of what that was measured
+        on): of most spans the error is not measured, and is 0 here."""
         placement = self._placement
         vector = self.vector
         intervals = [placement.own_interval(rank, span.start, span.stop) for rank in range(self._ranks.count)]
@@ -325,7 +327,7 @@ class GatheredSending(Sending):
         return torch.cat([norm.reshape(1), squares])
 
     def _collect_bytes(self, window: Sequence[Span]) -> None:
-        """The first rank gets the bytes of the other ranks' spans."""
+        """Bring the bytes of the other ranks' spans to the first rank."""
         ranks = self._ranks
         vector = self.vector
         rows = [vector.data[span.first_part : span.first_part + span.num_parts].view(-1) for span in window]
@@ -340,7 +342,7 @@ class GatheredSending(Sending):
                 row.copy_(data)
 
     def _total(self, told: Sequence[Tensor]) -> tuple[float, float | None]:
-        """Over the spans of all ranks in their order, as a worker of one rank adds them up."""
+        """Return norm and error over the spans of all ranks in their order, as a worker of one rank adds them up."""
         ranks = self._ranks
         most = -(-len(self._spans) // ranks.count)
         rows = torch.stack(list(told)).tolist() if told else []
@@ -375,7 +377,7 @@ class GatheredSending(Sending):
         return digest_of_all, math.hypot(*(norm for norm, _ in by_rank))
 
     def decode(self, mean: EncodedVector, span: Span) -> Tensor:
-        """The values of a mean for a span of this rank's own order. A mean that was saved is in that order."""
+        """Return the values of a mean for a span of this rank's own order. A mean that was saved is in that order."""
         assert self._fragment is not None
         if mean.layout != self.vector.layout:
             return mean.decode(span.first_part, span.num_parts, self._device)
@@ -422,7 +424,7 @@ class _OwnOrder:
         self._rest = torch.empty(0, device=device)
 
     def take(self, count: int) -> Tensor:
-        """The next elements."""
+        """Return the next elements."""
         out = torch.empty(count, device=self._device)
         written = 0
         while written < count:
@@ -435,7 +437,7 @@ class _OwnOrder:
         return out
 
     def end(self) -> None:
-        """All are taken: what a method does behind its last span follows."""
+        """Let a method do what comes behind its last span, when all elements are taken."""
         assert next(self._spans, None) is None and not len(self._rest)
 
 
@@ -471,13 +473,13 @@ def _put(data: Tensor, placement: Placement, rank: int, start: int, into: Tensor
 
 
 def _taken(flat: Tensor, placement: Placement, rank: int, start: int, stop: int) -> Tensor:
-    """What a rank holds of [start, stop) of a fragment, which is `flat`."""
+    """Return what a rank holds of [start, stop) of a fragment, which is `flat`."""
     runs = [flat[a:b] for a, b in placement.runs(rank, *placement.own_interval(rank, start, stop))]
     return torch.cat(runs) if runs else flat[:0]
 
 
 def _to_first(ranks: WorkerRanks, own: Tensor, placement: Placement, start: int, stop: int) -> list[Tensor]:
-    """On the first rank, what each rank holds of [start, stop) of a fragment; nothing on the others."""
+    """Return on the first rank what each rank holds of [start, stop) of a fragment; on the others nothing."""
     lengths = [0] * ranks.count
     if ranks.rank == 0:
         intervals = [placement.own_interval(rank, start, stop) for rank in range(ranks.count)]
@@ -487,7 +489,7 @@ def _to_first(ranks: WorkerRanks, own: Tensor, placement: Placement, start: int,
 
 
 def _exchanged(ranks: WorkerRanks, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-    """`WorkerRanks.exchange` of tensors on the CPU of any dtype, as bytes."""
+    """Exchange tensors on the CPU of any dtype, as bytes (`WorkerRanks.exchange`)."""
     dtype = parts[0].dtype
     size = dtype.itemsize
     received = ranks.exchange([part.view(torch.uint8) for part in parts], [size * length for length in lengths])

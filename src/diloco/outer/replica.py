@@ -153,6 +153,7 @@ def make_sending(
 
 
 def codec_of(group: Group, sync: SyncConfig) -> Codec:
+    """Return the codec of a group: counted buffers travel with 16 bits at least."""
     return codec("fp16" if group.buffers and sync.codec in _FEW_BITS else sync.codec)
 
 

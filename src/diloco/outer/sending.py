@@ -59,7 +59,7 @@ class Sending(ABC):
         """
 
     def decode(self, mean: EncodedVector, span: Span) -> Tensor:
-        """The values of a mean for a span of the fragment that this rank holds; in scratch memory."""
+        """Return the values of a mean for a span of what this rank holds of the fragment, in scratch memory."""
         return mean.decode(span.first_part, span.num_parts)
 
 

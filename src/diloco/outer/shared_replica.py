@@ -37,7 +37,7 @@ class SharedReplica(Replica):
             tensor.check_in_place()
 
     def agreed_report(self, report: Report) -> Report:
-        """The worker's report: any rank may stop it, all must be done.
+        """Return the worker's report: any rank may stop it, all must be done.
 
         An inner step takes as long as on its slowest rank.
         """
@@ -46,12 +46,13 @@ class SharedReplica(Replica):
         return replace(report, stopping=any(stopping), done=all(done), step_seconds=max(map(float, seconds)))
 
     def encoded(self, index: int) -> None:
-        """The outer gradient of a fragment was taken, in which a method may have moved the parameters."""
+        """Called when the outer gradient of a fragment was taken, in which a method may have moved the parameters."""
         if self._moves_at_posts:
             self.changed(index)
 
     def changed(self, index: int | None = None) -> None:
-        """Parameters of one fragment, or of all, were written here: the worker's ranks must see the same."""
+        """Called when parameters of one fragment, or of all, were written here: the worker's ranks must see the
+        same."""
         names = self.local if index is None else self.groups[index].names
         share((self.local[name] for name in names), self.engine.ranks)
         for module in self.tensors.sharded_modules:

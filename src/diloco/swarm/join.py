@@ -93,7 +93,7 @@ def join_swarm(
 
 
 def _join_together(join: "Callable[[], SwarmEngine]", ranks: int) -> "FirstRankEngine":
-    """Collective: the first process of the world joins, for all."""
+    """Join with the first process of the world, for all of them. Collective."""
     import torch.distributed as dist
 
     from diloco.engines.connect import join_from_environment

@@ -254,7 +254,8 @@ def test_time_left_goes_by_the_steps_that_a_worker_took_itself() -> None:
     ("options", "said"),
     [
         (["--mode", "data-parallel"], "fixed set of workers"),
-        (["--ranks", "2"], "has one rank"),
+        (["--ranks", "2", "--codec", "topk"], "with error feedback"),
+        (["--ranks", "2", "--sync.second_moment_every", "2"], "workers of one rank"),
         (["--backend", "nccl", "--device", "cuda"], "has no effect with engine = swarm"),
         (["--data.partition", "clusters", "--data.feature_model", "x"], "change hands"),
         (["--port", "65535", "--workers", "2"], "beyond 65535"),
