@@ -79,7 +79,8 @@ class FirstRankEngine(Engine):
             return _ToldRound(self, error, contribution)
 
     def fetch_state(self) -> GlobalState | None:
-        """Fetch the others' state. Collective; the tensors are on the first rank only (`GatheredReplica` spreads them)."""
+        """Fetch the others' state. Collective; its tensors are on the first rank only, and GatheredReplica spreads
+        them."""
         fetched: list[GlobalState | None] = [None]
 
         def fetch() -> dict[str, Any]:

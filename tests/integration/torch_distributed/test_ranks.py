@@ -25,6 +25,7 @@ from support.torchrun import Torchrun
 pytestmark = pytest.mark.slow
 
 PLAIN = SyncConfig(3, "fp32")
+EAGER = SyncConfig(3, "fp32", outer_overlap="eager")
 STREAMING = SyncConfig(5, "fp32", fragments=2, overlap_steps=2, mixing=0.5)
 PARAMETERS = 10_179
 Told = dict[str, Any]
@@ -159,6 +160,7 @@ def tell(engine: RankedEngine) -> Told:
         "fsdp": train_rank(engine, PLAIN, 10),
         "ddp": train_rank(engine, PLAIN, 10, "ddp"),
         "streaming": train_rank(engine, STREAMING, 14),
+        "eager": train_rank(engine, EAGER, 10, "ddp"),
         "adamw int8": train_rank(engine, SyncConfig(3, "int8"), 7),
         "early": train_rank(engine, SyncConfig(4, "fp32"), 20, stop_after=6 if engine.worker == 1 else None),
         "unequal": train_rank(engine, STREAMING, 7 if engine.worker == 1 else 18),
@@ -186,7 +188,7 @@ def world(request: pytest.FixtureRequest) -> tuple[tuple[int, ...], list[Told]]:
 
 
 World = tuple[tuple[int, ...], list[Told]]
-TRAJECTORIES = ("fsdp", "ddp", "streaming", "early", "unequal")
+TRAJECTORIES = ("fsdp", "ddp", "streaming", "eager", "early", "unequal")
 
 
 @pytest.mark.parametrize("name", TRAJECTORIES)

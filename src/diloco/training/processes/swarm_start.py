@@ -83,6 +83,7 @@ class SwarmWorkers(WayToStart):
 
     def check(self) -> None:
         check_swarm()
+        self.config.ranks_of_workers()  # refuses a list of another length
         check_device(self.config)
         check_network(self.config)
 

@@ -20,7 +20,7 @@ from diloco.engines.connect import join
 from diloco.engines.first_rank import FirstRankEngine, connect_first
 from diloco.engines.ranked import ranks_of_one_worker
 from diloco.engines.worker_ranks import WorkerRanks
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, EngineError
 from diloco.history.events import Emit, RenumberedEvent, SwarmEvent, WarmStartEvent, make_event
 from diloco.history.log import EventLog, NoEvents
 from diloco.swarm.engine import SwarmEngine
@@ -50,10 +50,15 @@ class _Stopped(BaseException):
 
 def train_swarm_worker(config: RunConfig, slot: SwarmSlot) -> None:
     """Join the swarm or found it, train, and leave."""
+    stopped = threading.Event()
     try:
-        _train(config, slot)
+        _train(config, slot, stopped)
     except _Stopped:
         logger.info("stopped before the first step")
+    except EngineError:
+        if not stopped.is_set():
+            raise
+        logger.info("stopped before the first step, after another rank of this worker")
 
 
 def settings_of(config: RunConfig, slot: SwarmSlot) -> Settings:
@@ -114,8 +119,11 @@ class SwarmEvents:
             logger.error("the event '%s' was not written: %s", type_, error)
 
 
-def _train(config: RunConfig, slot: SwarmSlot) -> None:
+def _train(config: RunConfig, slot: SwarmSlot, stopped: threading.Event) -> None:
+    """Train from the search for the swarm on. `stopped` is set if a stop is asked for before the first inner step."""
+
     def give_up() -> None:
+        stopped.set()
         raise _Stopped
 
     on_stop_signals(give_up)  # finding the swarm may take a minute, and fetching its state too
