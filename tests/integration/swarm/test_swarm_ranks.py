@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from support.torchrun import Torchrun
 from support.train_runs import Run, start, write_text
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "swarm_fsdp_loop.py"
 
 ENDLESS = ("--engine=swarm", "--host=127.0.0.1", "--steps=100000", "--H=10", "--checkpoint.interval=10")
 TWO = ("--ranks=2", "--device=cpu", "--threads=1", "--host=127.0.0.1", "--checkpoint.interval=10")
@@ -74,3 +77,12 @@ def test_workers_of_one_and_two_ranks_lose_a_rank_and_get_it_back_and_one_resume
         assert resumed.code() == 0, resumed.errors
     [event] = [event for event in resumed.events if event["type"] == "resumed"]
     assert event["step"] == steps[-1] > 0
+
+
+@pytest.mark.slow
+def test_an_own_loop_with_fsdp2_inside_starts_a_swarm_under_torchrun(tmp_path: Path) -> None:
+    output = Torchrun(EXAMPLE, 2, tmp_path).wait()
+    ends = re.findall(r"worker (\d) rank (\d)  final loss ([\d.]+)  parameters ([0-9a-f]{16})", output)
+    assert sorted((worker, rank) for worker, rank, _, _ in ends) == [("0", "0"), ("0", "1")]
+    assert len({(loss, digest) for _, _, loss, digest in ends}) == 1
+    assert float(ends[0][2]) < 0.5  # the targets' variance is about 3
