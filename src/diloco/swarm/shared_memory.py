@@ -66,7 +66,7 @@ class KeptMappings:
         self._most = most
         self._kept: OrderedDict[tuple[int, int], SharedMemory] = OrderedDict()
 
-    def same(self, memory: SharedMemory) -> SharedMemory:
+    def mapping_of(self, memory: SharedMemory) -> SharedMemory:
         """Return the mapping of this memory that is kept; from now on `memory` itself if there is none."""
         key = (os.fstat(memory.fd).st_ino, memory.num_bytes)
         kept = self._kept.setdefault(key, memory)

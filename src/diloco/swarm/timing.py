@@ -194,7 +194,7 @@ SIDECAR_FIRST_TURNS = 60
 RESTARTS_SECONDS = 600.0
 """Within this time a sidecar is restarted a few times and no more (`RESTARTS`)."""
 RESTART_PAUSE_SECONDS = 1.0
-"""The pause before the second restart; twice as long before each further one. The first comes at once."""
+"""The pause before the second restart; then three, seven and fifteen times as long. The first comes at once."""
 SEND_SECONDS = 2.0
 """The longest that sending a message to the sidecar may take."""
 LEAVE_SECONDS = 3.0

@@ -159,7 +159,7 @@ def test_what_is_missing_or_too_little_fails_with_a_remedy(monkeypatch: pytest.M
     monkeypatch.setattr(machine_checks, "_version", lambda _: "of unknown version")
     torch = next(finding for finding in machine_checks.check_packages() if finding.name == "torch")
     assert (torch.state, torch.message) == ("warning", "is of unknown version")
-    monkeypatch.setattr(machine_checks, "_NO_DISK", 1 << 62)
+    monkeypatch.setattr(machine_checks, "_TOO_LITTLE_DISK_BYTES", 1 << 62)
     assert machine_checks.check_disk(tmp_path / "not" / "there").state == "failed"
     monkeypatch.setattr(network_checks, "own_addresses", list)
     assert network_checks.check_addresses().state == "failed"

@@ -154,7 +154,7 @@ def test_memory_that_arrives_again_has_the_mapping_of_before_and_few_are_kept() 
     opened = open_files()
 
     def arrives(number: int) -> SharedMemory:
-        return kept.same(SharedMemory(os.dup(mine[number].fd), 1))
+        return kept.mapping_of(SharedMemory(os.dup(mine[number].fd), 1))
 
     first = arrives(0)
     files_each = open_files() - opened

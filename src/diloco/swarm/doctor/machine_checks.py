@@ -16,11 +16,11 @@ from diloco.swarm.installed import PACKAGES
 
 State = Literal["ok", "warning", "failed"]
 
-HIVEMIND = "1.1.12"
+HIVEMIND_VERSION = "1.1.12"
 """The only version whose daemon and control messages are known to fit."""
-_TORCH = (2, 11)
-_LITTLE_DISK = 20 << 30
-_NO_DISK = 2 << 30
+_OLDEST_TORCH = (2, 11)
+_LITTLE_DISK_BYTES = 20 << 30
+_TOO_LITTLE_DISK_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ def _torch() -> Finding:
     installed = _version("torch")
     if installed is None:
         return Finding("torch", "failed", "is not installed", "install it as the README says")
-    wanted = ".".join(map(str, _TORCH))
+    wanted = ".".join(map(str, _OLDEST_TORCH))
     numbers = tuple(int(part) for part in installed.split("+")[0].split(".")[:2] if part.isdigit())
     if not numbers:
         return Finding("torch", "warning", "is of unknown version", f"diloco needs torch {wanted} or newer")
-    if numbers < _TORCH:
+    if numbers < _OLDEST_TORCH:
         return Finding("torch", "failed", f"{installed} is older than {wanted}", f"install torch {wanted} or newer")
     return Finding("torch", "ok", installed)
 
@@ -56,8 +56,8 @@ def _package(name: str) -> Finding:
     installed = _version(name)
     if installed is None:
         return Finding(name, "failed", "is not installed", install_hint("swarm"))
-    if name == "hivemind" and installed != HIVEMIND:
-        message = f"{installed} is not {HIVEMIND}, which diloco is made for"
+    if name == "hivemind" and installed != HIVEMIND_VERSION:
+        message = f"{installed} is not {HIVEMIND_VERSION}, which diloco is made for"
         return Finding(name, "warning", message, install_hint("swarm"))
     return Finding(name, "ok", installed)
 
@@ -75,9 +75,9 @@ def check_disk(folder: Path) -> Finding:
     existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     message = f"{free / (1 << 30):.1f} GiB free at {existing}"
-    if free < _NO_DISK:
+    if free < _TOO_LITTLE_DISK_BYTES:
         return Finding("disk", "failed", message, "free some: a run keeps its data, state and checkpoints there")
-    if free < _LITTLE_DISK:
+    if free < _LITTLE_DISK_BYTES:
         return Finding("disk", "warning", message, "enough for small models only; free some, or use another folder")
     return Finding("disk", "ok", message)
 

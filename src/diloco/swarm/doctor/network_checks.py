@@ -22,7 +22,7 @@ from diloco.swarm.network import multiaddr
 from diloco.swarm.network.listening import ListenConfig, check_ports
 from diloco.swarm.network.p2pd import control
 from diloco.swarm.network.p2pd.daemon import Daemon
-from diloco.swarm.network.p2pd.reachability import answers_libp2p, own_addresses
+from diloco.swarm.network.p2pd.reachability import DialBackResult, answers_libp2p, own_addresses
 from diloco.swarm.network.p2pd.transport import P2pdTransport, protocol_of
 from diloco.swarm.network.transport import CallRefused, Stream, Unreachable
 from diloco.swarm.protocol.messages import AskStatus, AskTime, Hello, Measure, StatusAnswer, Time, expect
@@ -146,13 +146,14 @@ class _SwarmChecks:
 
     async def _addresses(self) -> list[Finding]:
         """Try each address alone, so that one that works does not hide one that does not."""
-        tried: list[tuple[str, str | None]] = []  # and the remedy, if one is needed
+        tried: list[tuple[str, str | None]] = []
+        """Of each address what was found, and the remedy if it is of no use."""
         for address in self._invitation.addresses:
             route, peer = multiaddr.split_peer(address)
             try:
                 await self._transport.disconnect(peer)
                 started = time.monotonic()
-                # p2pd alone would also try the peer's other addresses
+                # `connect` alone does not tell: p2pd would also try the peer's other addresses.
                 if not await answers_libp2p(route, timing.DOCTOR_SECONDS):
                     raise Unreachable("nothing there speaks libp2p")
                 await self._transport.connect(peer, [address], timing.DOCTOR_SECONDS)
@@ -193,29 +194,14 @@ class _SwarmChecks:
         return Finding("clock", "warning" if abs(skew) > _SOME_SKEW else "ok", difference)
 
     async def _reach(self) -> list[Finding]:
+        """Have a worker connect back to this machine, and look for a relay."""
         for peer in self._hosts:
             with contextlib.suppress(*Problem):
                 seen = await self._transport.ask_dial_back(peer)
                 if seen is None:
                     continue
-                relayed = await self._relay()
-                if seen.reachable:
-                    return [
-                        Finding("reachable", "ok", f"public: the swarm can connect to this machine at {seen.ip}"),
-                        relayed,
-                    ]
-                own = seen.ip in map(str, own_addresses())
-                kind = "behind a firewall" if own else f"behind a router whose address is {seen.ip}"
-                remedy = (
-                    "let the port (--port) in" if own else "forward a port to this machine and choose it with --port"
-                )
-                if relayed.state == "ok":
-                    state: State = "warning"
-                    message = f"{kind}: others reach it through a relay"
-                else:
-                    state = "failed"
-                    message = f"{kind}: and no worker relays for it"
-                return [Finding("reachable", state, message, f"for direct connections {remedy}"), relayed]
+                relay = await self._relay()
+                return [_reachable(seen, has_relay=relay.state == "ok"), relay]
         message = "not known: no worker that answers could try to connect to this machine"
         return [Finding("reachable", "warning", message, "use an invitation with the address of a public worker")]
 
@@ -279,6 +265,21 @@ class _SwarmChecks:
 
         await asyncio.gather(*(ask() for _ in range(_AT_A_TIME)))
         return done * _PIECE / 1e6 / (time.monotonic() - started)
+
+
+def _reachable(seen: DialBackResult, *, has_relay: bool) -> Finding:
+    """Say what it means for this machine how a worker sees it."""
+    if seen.reachable:
+        return Finding("reachable", "ok", f"public: the swarm can connect to this machine at {seen.ip}")
+    if seen.ip in map(str, own_addresses()):
+        kind = "behind a firewall"
+        remedy = "for direct connections let the port (--port) in"
+    else:
+        kind = f"behind a router whose address is {seen.ip}"
+        remedy = "for direct connections forward a port to this machine and choose it with --port"
+    if has_relay:
+        return Finding("reachable", "warning", f"{kind}: others reach it through a relay", remedy)
+    return Finding("reachable", "failed", f"{kind}: and no worker relays for it", remedy)
 
 
 async def _refuse_call(peer: str, request: bytes) -> bytes:

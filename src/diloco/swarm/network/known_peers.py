@@ -73,10 +73,10 @@ def write_peers(path: Path, peers: Iterable[KnownPeer]) -> None:
 class PeersFile:
     """Keeps peers.json up to date from an event loop. A thread writes it: a stalled disk never stops the loop."""
 
-    def __init__(self, path: Path, after: Callable[[], object] = lambda: None) -> None:
-        """`after` is called in that thread when the file has been written."""
+    def __init__(self, path: Path, on_written: Callable[[], object] = lambda: None) -> None:
+        """`on_written` is called in that thread when the file has been written."""
         self._path = path
-        self._after = after
+        self._on_written = on_written
         self._thread = ThreadPoolExecutor(1, "diloco-peers")
         self._saving: asyncio.Future[None] | None = None
         self._saved: list[KnownPeer] = []
@@ -103,7 +103,7 @@ class PeersFile:
     def _write(self, peers: list[KnownPeer]) -> None:
         try:
             write_peers(self._path, peers)
-            self._after()
+            self._on_written()
         except (OSError, ConfigError) as problem:
             logger.warning("the addresses of the other workers cannot be saved: %s", problem)
 

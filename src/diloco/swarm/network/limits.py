@@ -48,6 +48,7 @@ class LruCache(Generic[Value]):
         return name in self._values
 
     def get(self, name: str) -> Value | None:
+        """Return the value, which counts as used now; None if there is none."""
         if name not in self._values:
             return None
         value = self._values.pop(name)

@@ -77,7 +77,7 @@ def parse_announced(text: str, port: int | None) -> str:
 
 
 def _announced_multiaddr(text: str) -> str:
-    multiaddr.to_bytes(text)
+    multiaddr.to_bytes(text)  # raises ConfigError for what is none
     if "/tcp/0" in text:
         raise ConfigError(f"announce {text!r}: name the port that others must call, not 0")
     if not _CALLABLE.match(text):

@@ -64,20 +64,21 @@ class _Packet:
 
     @classmethod
     def of(cls, message: Message) -> "_Packet":
+        """Encode a message; in its place in the data each shared memory is (its index in `memories`, its size)."""
         name = type(message).__name__
         memories: list[SharedMemory] = []
 
-        def by_index(value: object) -> tuple[int, int]:
+        def encode_memory(value: object) -> tuple[int, int]:
             if not isinstance(value, SharedMemory):
                 raise TypeError(f"a {type(value).__name__} in a {name} cannot be sent over the link")
             memories.append(value)
             return len(memories) - 1, value.num_bytes
 
-        data = msgspec.msgpack.encode(message, enc_hook=by_index)
+        data = msgspec.msgpack.encode(message, enc_hook=encode_memory)
         if len(data) > MAX_MESSAGE_BYTES:
             raise LinkError(f"a {name} of {len(data)} bytes is too long: at most {MAX_MESSAGE_BYTES}")
         if len(data) > MAX_PACKET_BYTES:
-            data = msgspec.msgpack.encode(_LongMessage(SharedMemory.copy_of(data)), enc_hook=by_index)
+            data = msgspec.msgpack.encode(_LongMessage(SharedMemory.copy_of(data)), enc_hook=encode_memory)
         if len(memories) > _MAX_FDS:
             raise LinkError(f"a {name} with {len(memories)} shared memories: at most {_MAX_FDS}")
         return cls(data, tuple(memories))
@@ -124,7 +125,7 @@ def _receive(end: socket.socket, receives: Any) -> Any:
 def _decode(data: bytes, receives: Any, fds: list[int], unused: set[int]) -> Any:
     """Decode a message, and take the descriptors that it uses out of `unused`."""
 
-    def memory(kind: type, value: Any) -> SharedMemory:
+    def decode_memory(kind: type, value: Any) -> SharedMemory:
         assert kind is SharedMemory
         index, size = msgspec.convert(value, tuple[int, int])
         if not (0 <= index < len(fds) and fds[index] in unused and 0 <= size <= os.fstat(fds[index]).st_size):
@@ -134,9 +135,9 @@ def _decode(data: bytes, receives: Any, fds: list[int], unused: set[int]) -> Any
         return shared
 
     try:
-        message = msgspec.msgpack.decode(data, type=receives | _LongMessage, dec_hook=memory)
+        message = msgspec.msgpack.decode(data, type=receives | _LongMessage, dec_hook=decode_memory)
         if isinstance(message, _LongMessage):
-            message = msgspec.msgpack.decode(message.memory.view, type=receives, dec_hook=memory)
+            message = msgspec.msgpack.decode(message.memory.view, type=receives, dec_hook=decode_memory)
     except msgspec.MsgspecError as error:
         raise LinkError(f"not a message of this version: {data[:80]!r} ({error})") from error
     return message

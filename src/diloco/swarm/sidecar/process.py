@@ -35,6 +35,7 @@ from diloco.swarm.trainer import FetchedState, PostedRound, RoundOutcome, Snapsh
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+# Parameters of glibc's mallopt
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
@@ -46,7 +47,7 @@ class HostedNode(Protocol):
     @property
     def number(self) -> int: ...
     async def start(self) -> None: ...
-    async def post(self, posting: PostedRound) -> RoundOutcome: ...
+    async def post(self, posted: PostedRound) -> RoundOutcome: ...
     async def fetch_state(self, most_bytes: int | None = None) -> FetchedState | None: ...
     def progress(self, *, inner_steps: int, tokens: int, loss: float, step_seconds: float, run_tokens: int) -> None: ...
     def serve_files(self, files: Mapping[str, Path]) -> None: ...
@@ -166,10 +167,12 @@ class Sidecar:
         return messages.Started(message.number, running.node.number)
 
     async def _post(self, message: messages.PostRound) -> messages.RoundEnded:
-        same = self._mappings.same
-        posting = message.round
-        posting = replace(posting, contribution=same(posting.contribution), mean=same(posting.mean))
-        outcome = await self._node.post(posting)
+        posted = replace(
+            message.round,
+            contribution=self._mappings.mapping_of(message.round.contribution),
+            mean=self._mappings.mapping_of(message.round.mean),
+        )
+        outcome = await self._node.post(posted)
         self._send_status()
         return messages.RoundEnded(message.number, outcome)
 
@@ -259,7 +262,8 @@ def run(fd: int, build: Build) -> None:
 
 
 def _die_with_the_trainer() -> None:
-    """Ignore the signals that end a whole job: the trainer handles them and says when its sidecar must end."""
+    """Have the kernel kill this process when the trainer dies, and ignore the signals that end a whole job: the trainer
+    handles them, and says when its sidecar must end."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -23,8 +23,8 @@ from diloco.swarm.trainer import Snapshot
 
 logger = logging.getLogger(__name__)
 
-
 Provider = Callable[[], GlobalState]
+"""Gives the trainer's state now; raises RoundFailed if there is none."""
 
 
 @torch.no_grad()
@@ -60,7 +60,9 @@ class SnapshotMaker:
         """Requests are answered as if there was no state."""
         self._provider: Provider | None = None
         self._version = 0
+        """Counts the changes of the state."""
         self._latest: Snapshot | None = None
+        """The snapshot of the state as it is; None: none was made since the last change."""
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -84,7 +86,7 @@ class SnapshotMaker:
         self._requests.put(number)
 
     def close(self) -> None:
-        self._requests.put(None)
+        self._requests.put(None)  # ends the thread
         with self._lock:
             self._provider = None
             self._latest = None

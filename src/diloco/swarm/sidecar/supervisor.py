@@ -138,12 +138,16 @@ class SidecarSupervisor:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._requests: dict[int, _PendingRequest] = {}
-        self._link: BlockingLink[FromSidecar] | None = None  # of a sidecar whose node has started
+        self._link: BlockingLink[FromSidecar] | None = None
+        """The link of a sidecar whose node has started; None while there is none."""
         self.process: SidecarProcess | None = None
         self._pid = os.getpid()
-        self._closing = threading.Event()  # no more requests
-        self._ending = threading.Event()  # the thread must end
+        self._closing = threading.Event()
+        """No more requests are taken."""
+        self._ending = threading.Event()
+        """The thread must end."""
         self._lost_at: list[float] = []
+        """When sidecars were lost lately."""
         self.times_lost = 0
         self.failure: DiLoCoError | None = None
         """Why there will be no further sidecar."""
@@ -234,13 +238,18 @@ class SidecarSupervisor:
             try:
                 self._run_sidecar()
             except (LinkError, OSError, DiLoCoError) as error:
-                self._check_hopeless(error)
+                self._give_up_if_hopeless(error)
                 self._on_loss(str(error))
             except Exception as error:  # callers that wait must get it, whatever it is
                 logger.exception("the swarm's process cannot be supervised any longer")
                 self.failure = EngineError(f"the swarm's process cannot be supervised any longer: {error!r}")
-            self._ending.wait(timing.RESTART_PAUSE_SECONDS * (2 ** len(self._lost_at) // 2 - 1))
+            self._ending.wait(self._restart_pause())
         self._fail_all(self.failure or EngineError(_CLOSED))
+
+    def _restart_pause(self) -> float:
+        """Return the pause before the next sidecar: none before the first restart, then 1 s, 3 s, 7 s, ..."""
+        restarts_before = max(0, len(self._lost_at) - 1)
+        return timing.RESTART_PAUSE_SECONDS * ((1 << restarts_before) - 1)
 
     def _run_sidecar(self) -> None:
         """Live with one sidecar; raise when it is lost, return when the supervisor is closed."""
@@ -262,6 +271,8 @@ class SidecarSupervisor:
             self.process = None
 
     def _listen(self, link: BlockingLink[FromSidecar]) -> None:
+        """Start the node, and pass its messages on until the supervisor is closed. Raises LinkError, or the node's
+        error if it does not start."""
         start = messages.StartNode(
             self.new_number(), self._settings, self._next_round() if self._first_start.done() else None
         )
@@ -321,7 +332,7 @@ class SidecarSupervisor:
         if request is not None:
             _settle(request.answer, value, error)
 
-    def _check_hopeless(self, error: Exception) -> None:
+    def _give_up_if_hopeless(self, error: Exception) -> None:
         """Give up after a failed first start, an error of configuration or an exclusion.
 
         Another sidecar would fail likewise, or come back as the later one of two processes of its identity.
@@ -337,7 +348,8 @@ class SidecarSupervisor:
 
     def _on_loss(self, reason: str) -> None:
         """Fail every request that was sent; the others wait for the next sidecar."""
-        self.times_lost += not self._ending.is_set()
+        if not self._ending.is_set():
+            self.times_lost += 1
         with self._lock:
             sent = {number: request for number, request in self._requests.items() if request.sent}
             for number in sent:

@@ -133,8 +133,14 @@ class Permissions:
 
         This node or most members must know it. A worker's machine may still send guests (`diloco status`).
         """
+        if peer in self._vouched:
+            return
         holder = self._seats.get(credential.certificate.id)
-        if peer in self._vouched or (holder is not None if credential.role == "guest" else holder == peer):
+        if credential.role == "guest":
+            has_come_before = holder is not None
+        else:
+            has_come_before = holder == peer
+        if has_come_before:
             return
         if credential.role == "worker" and self.is_known_to_most(peer):
             self._on_word[peer] = None
@@ -193,13 +199,17 @@ class Permissions:
                 self._seats.put(worker.invitation, worker.peer)
 
     def seats_taken(self, without: Collection[str]) -> list[tuple[str, bytes]]:
-        """Return the workers that are away or banned, and the credentials that prove their seats, to tell a
-        newcomer."""
-        held = [peer for peer in reversed([*self._bans, *self._known]) if peer not in without and peer != self.peer]
-        credentials = [(peer, self.credential_of(peer)) for peer in dict.fromkeys(held)]
-        workers = [
-            (peer, data) for peer, data in credentials if data is not None and Credential.read(data).role == "worker"
-        ]
+        """Return the workers that are away or banned, and the credentials that prove their seats, to tell a newcomer.
+
+        `without`: the members that it is told of anyway. The last ones that were heard of come first.
+        """
+        workers = []
+        for peer in dict.fromkeys(reversed([*self._bans, *self._known])):
+            if peer in without or peer == self.peer:
+                continue
+            data = self.credential_of(peer)
+            if data is not None and Credential.read(data).role == "worker":
+                workers.append((peer, data))
         return workers[:MAX_SEATS_TOLD]
 
     def take_seat_for(self, peer: str, data: bytes) -> None:
@@ -255,8 +265,8 @@ class Permissions:
         if data is None:
             return False
         credential = Credential.read(data)
-        holder = self.peer if credential.certificate.id == self._own.certificate.id else None
-        holder = holder or self._seats.get(credential.certificate.id)
+        invitation = credential.certificate.id
+        holder = self.peer if invitation == self._own.certificate.id else self._seats.get(invitation)
         return credential.role == "worker" and holder in (None, peer)
 
     def invitation_of(self, peer: str) -> str | None:

@@ -37,6 +37,9 @@ _DAY_SECONDS = 86_400.0
 _PEER_ID_LENGTH = 52
 _MAX_NAMES = 5
 """Peers named in a message."""
+_ANYWHERE = 0
+_SAME_NETWORK = 1
+_SAME_MACHINE = 2
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,12 @@ def swarm_folder(run: Path) -> Path:
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run folder: there is no such folder")
     folder = run / SWARM_FOLDER
-    if not any(folder.glob(INVITATION_FILES)):
+    if not _has_invitation(folder):
         raise ConfigError(f"{run} is not a run of a swarm: it has no {SWARM_FOLDER}/{INVITATION_FILES}")
     return folder
+
+
+# Invitations
 
 
 def may_invite(folder: Path) -> bool:
@@ -80,15 +86,18 @@ def check_days(days: float) -> None:
 
 def renewed(folder: Path, invitation: Invitation) -> Invitation:
     """Return the invitation with the addresses that this machine knows now: those that it had may be gone."""
-    own = _own(folder)
-    if invitation.run_id != own.run_id:
-        raise ConfigError(f"the invitation is to the run {invitation.run_id}, and {folder.parent} is of {own.run_id}")
+    _check_same_run(folder, invitation, _stored_invitation(folder).run_id)
     return invitation.with_addresses(_addresses(folder))
+
+
+def _check_same_run(folder: Path, invitation: Invitation, run_id: str) -> None:
+    if invitation.run_id != run_id:
+        raise ConfigError(f"the invitation is to the run {invitation.run_id}, and {folder.parent} is of {run_id}")
 
 
 def own_invitation(folder: Path, now: float | None) -> Invitation:
     """Return the invitation of this machine's first worker, with the addresses that are known now."""
-    own = Invitation.parse(_own_file(folder).read_text(), now)
+    own = Invitation.parse(_own_invitation_file(folder).read_text(), now)
     if any(record.invitation == own.id for record in revocations(folder, own.run_public)):
         raise ConfigError(
             "the invitation that this machine came with was revoked: ask the owner of the run for a new one"
@@ -116,7 +125,7 @@ def give_seats(folder: Path, names: Iterable[str], days: float, now: float) -> N
         path = folder / invitation_file(name)
         if not path.exists():
             key = _run_key(folder, f"gives its workers invitations, and {name} has none")
-            addresses = Invitation.parse(_own_file(folder).read_text(), None).addresses if _has_own(folder) else ()
+            addresses = _stored_invitation(folder).addresses if _has_invitation(folder) else ()
             write_private(path, invite(key, addresses, max(1.0, days * _DAY_SECONDS), now).text() + "\n")
 
 
@@ -131,16 +140,21 @@ def check_seats(folder: Path, names: Iterable[str]) -> None:
         )
 
 
-def _has_own(folder: Path) -> bool:
+def _has_invitation(folder: Path) -> bool:
     return any(folder.glob(INVITATION_FILES))
 
 
-def _own_file(folder: Path) -> Path:
+def _own_invitation_file(folder: Path) -> Path:
+    """Return the invitation of this machine's first worker."""
     return min(folder.glob(INVITATION_FILES))
 
 
-def _own(folder: Path) -> Invitation:
-    return Invitation.parse(_own_file(folder).read_text(), None)
+def _stored_invitation(folder: Path) -> Invitation:
+    """Read that invitation, with the addresses that it was given, also if it has expired."""
+    return Invitation.parse(_own_invitation_file(folder).read_text(), None)
+
+
+# Revocations
 
 
 def revoke(folder: Path, which: str, now: float) -> RevokeResult:
@@ -153,12 +167,8 @@ def revoke(folder: Path, which: str, now: float) -> RevokeResult:
     peers = read_peers(folder / PEERS_FILE)
     if which.lower().startswith(MARK):
         invitation = Invitation.parse(which, None)
-        if invitation.run_id != key.run_id:
-            raise ConfigError(
-                f"the invitation is to the run {invitation.run_id}, and {folder.parent} is of {key.run_id}"
-            )
-        unknown = KnownPeer("", None, (), invitation.id)
-        peer = next((known for known in peers if known.invitation == invitation.id), unknown)
+        _check_same_run(folder, invitation, key.run_id)
+        peer = _peer_with(peers, invitation)
     else:
         peer = _find(peers, which)
     own = _own_peers(folder)
@@ -166,16 +176,18 @@ def revoke(folder: Path, which: str, now: float) -> RevokeResult:
         name = peer.local_name or own[peer.peer]
         raise ConfigError(f"{peer.peer} is this machine's own {name}: stop it instead")
     excluded = [peer.peer] if peer.peer else []
-    before = [
-        record
-        for record in revocations(folder, key.public)
-        if record.peers.issuperset(excluded) and peer.invitation in (None, record.invitation)
-    ]
-    if before:
-        return RevokeResult(peer.peer or None, before[-1], False)
+    for record in reversed(revocations(folder, key.public)):
+        if record.peers.issuperset(excluded) and peer.invitation in (None, record.invitation):
+            return RevokeResult(peer.peer or None, record, is_new=False)
     record = key.revoke(excluded, peer.invitation, now)
     append_line(folder / REVOCATIONS_FILE, record.data.decode())
-    return RevokeResult(peer.peer or None, record, True)
+    return RevokeResult(peer.peer or None, record, is_new=True)
+
+
+def _peer_with(peers: list[KnownPeer], invitation: Invitation) -> KnownPeer:
+    """Return the peer that came with an invitation; one without an id if none has."""
+    unknown = KnownPeer("", None, (), invitation.id)
+    return next((known for known in peers if known.invitation == invitation.id), unknown)
 
 
 def revocations(folder: Path, run_public: bytes) -> list[Revocation]:
@@ -204,6 +216,7 @@ def _own_peers(folder: Path) -> dict[str, str]:
 
 
 def _find(peers: list[KnownPeer], which: str) -> KnownPeer:
+    """Return the one peer with this worker number, or beginning or end of its id. Raises ConfigError."""
     if which.isdecimal() and len(which) < 9:
         matches = [peer for peer in peers if peer.worker == int(which)]
     else:
@@ -230,7 +243,7 @@ def _name(peer: KnownPeer) -> str:
 def _addresses(folder: Path) -> list[str]:
     """Return the addresses for an invitation: those of peers met lately, else those of this machine's own
     invitation."""
-    own = _own(folder)
+    own = _stored_invitation(folder)
     revoked = {peer for record in revocations(folder, own.run_public) for peer in record.peers}
     peers = [peer for peer in read_peers(folder / PEERS_FILE) if peer.peer not in revoked]
     addresses = choose_addresses(peers) or list(own.addresses)
@@ -249,23 +262,30 @@ def choose_addresses(peers: Iterable[KnownPeer]) -> list[str]:
     latest = max((peer.seen for peer in known), default=0.0)
     live = [peer for peer in known if peer.addresses and latest - peer.seen <= timing.INVITED_LIVE_SECONDS]
     own = [peer for peer in live if peer.local_name is not None]
-    others = [(peer.worker, peer) for peer in live if peer.local_name is None and peer.worker is not None]
-    ranked = [peer for _, peer in sorted(others, key=lambda member: (_distance(_best(member[1])[0]), member[0]))]
-    chosen = _best(own[0])[:2] if own else []
-    chosen += [_best(peer)[0] for peer in [*ranked, *own[1:]]]
+    others = [
+        (_distance(_best_addresses(peer)[0]), peer.worker, _best_addresses(peer)[0])
+        for peer in live
+        if peer.local_name is None and peer.worker is not None
+    ]
+    others.sort(key=lambda other: other[:2])  # by distance and number
+    chosen = _best_addresses(own[0])[:2] if own else []
+    chosen += [address for _, _, address in others]
+    chosen += [_best_addresses(peer)[0] for peer in own[1:]]
     return chosen[:_MAX_ADDRESSES]
 
 
-def _best(peer: KnownPeer) -> list[str]:
+def _best_addresses(peer: KnownPeer) -> list[str]:
     """Return a peer's addresses, those that most machines can call first; loopback and link-local ones only without
     others."""
     ranked = sorted(peer.addresses, key=_distance)
-    return [address for address in ranked if _distance(address) < 2] or ranked
+    return [address for address in ranked if _distance(address) < _SAME_MACHINE] or ranked
 
 
 def _distance(address: str) -> int:
-    """Return how near a caller must be: 0 anywhere (names, relays), 1 in the same network, 2 on the same machine."""
+    """Return how near a caller must be: _ANYWHERE (names, relays), _SAME_NETWORK or _SAME_MACHINE."""
     if is_public(address):
-        return 0
+        return _ANYWHERE
     ip = ip_of(address)
-    return 2 if ip is None or ip.is_loopback or ip.is_link_local or ip.is_unspecified else 1
+    if ip is None or ip.is_loopback or ip.is_link_local or ip.is_unspecified:
+        return _SAME_MACHINE
+    return _SAME_NETWORK

@@ -30,6 +30,7 @@ OnRequest = Callable[[str, bytes], Awaitable[bytes]]
 _MAX_MESSAGE_BYTES = 8 << 20
 _SOCKET_BUFFER = 1 << 20
 _READER_LIMIT = 4 << 20
+# Pieces of p2pd's error texts, which are all that it says of a failure.
 _BACKOFF = "dial backoff"
 _LOST_RELAY = "error opening hop stream to relay"
 _NOT_SERVED = "protocols not supported"
@@ -93,15 +94,20 @@ def is_not_served(error: DaemonError) -> bool:
 
 
 def is_only_backoff(error: DaemonError) -> bool:
-    """p2pd failed to reach that peer a moment ago and does not try again yet."""
-    text = str(error)
-    return all(_BACKOFF in line for line in text.splitlines()[1:] or [text])
+    """Whether p2pd did not try now, since it failed to reach that peer a moment ago."""
+    first, *dials = str(error).splitlines() or [""]
+    return all(_BACKOFF in line for line in dials or [first])
 
 
 def to_unreachable(peer: str, error: DaemonError, *, gone_before: bool) -> Unreachable:
     """Return the error in one line. It is `gone` only if every address that p2pd tried says that no peer is there.
 
-    `gone_before` is what the last attempt said, which holds if p2pd did not try this time.
+    `gone_before` is what the last attempt said, which holds if p2pd did not try this time. A failed dial has a line for
+    each address:
+
+        failed to dial: failed to dial 12D3KooW...: all dials failed
+          * [/ip4/203.0.113.7/tcp/4000] dial tcp4 203.0.113.7:4000: connect: connection refused
+          * [/ip4/192.168.1.5/tcp/4000] dial backoff
     """
     if is_not_served(error):
         return Unreachable(f"{peer} is there but takes no part in this run, or not yet")
@@ -166,10 +172,15 @@ class Control:
         self._streams_path = streams
         self._messages: ModuleType = messages()
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+        """The answers that this peer waits for, by the id of the call."""
         self._handlers: dict[str, OnRequest] = {}
-        self._tasks: dict[bytes, asyncio.Task[None]] = {}
+        """The handlers of other peers' calls, by libp2p protocol."""
+        self._answering: dict[bytes, asyncio.Task[None]] = {}
+        """The calls of other peers that are being answered, by id."""
         self._writer: asyncio.StreamWriter | None = None
+        """To the connection that all calls share."""
         self._background: set[asyncio.Task[None]] = set()
+        """The tasks that read that connection and accept streams."""
         self._listener: socket.socket | None = None
 
     async def connect(self) -> None:
@@ -187,7 +198,7 @@ class Control:
         task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        for task in [*self._tasks.values(), *self._background]:
+        for task in [*self._answering.values(), *self._background]:
             task.cancel()
         if self._background:
             await asyncio.wait(self._background, timeout=timing.DAEMON_CLOSE_SECONDS)
@@ -226,6 +237,7 @@ class Control:
             raise DaemonError(answer.error.msg)
 
     async def _ask_once(self, kind: str, **fields: Message) -> Message:
+        """Return the answer to a request that opens no stream."""
         answer, sock = await self._ask(self._messages.Request(type=getattr(self._messages.Request, kind), **fields))
         sock.close()
         return answer
@@ -355,11 +367,11 @@ class Control:
         kind = message.WhichOneof("message")
         if kind == "requestHandling":
             task = asyncio.create_task(self._answer(name, message.requestHandling))
-            self._tasks[name] = task
-            task.add_done_callback(lambda _: self._tasks.pop(name, None))
+            self._answering[name] = task
+            task.add_done_callback(lambda _: self._answering.pop(name, None))
             return
-        if kind == "cancel" and name in self._tasks:
-            self._tasks[name].cancel()
+        if kind == "cancel" and name in self._answering:
+            self._answering[name].cancel()
             return
         future = self._waiting.get(name)
         if future is None or future.done():

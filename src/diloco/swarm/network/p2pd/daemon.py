@@ -36,7 +36,11 @@ _KEPT_LINES = 8
 _PREFIX = "diloco-p2pd-"
 _HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 _RESERVE = b"\x02\x08\x00"
-"""A request for a reservation, as protobuf with its length."""
+"""A request for a reservation: its length (2), then protobuf, field 1 (the kind) = 0."""
+_LIMIT_FIELD = 4
+"""The relay's limits, in the protobuf of its answer."""
+_DATA_LIMIT_FIELD = 2
+"""The bytes of a connection, in these limits."""
 _RELAY_BYTES = 1 << 40
 _RELAY_TIME = "720h"
 _RELAY_CIRCUITS = 256
@@ -54,7 +58,8 @@ def binary() -> Path:
     return path
 
 
-def _kill_with(parent: int) -> Callable[[], None]:
+def _die_with(parent: int) -> Callable[[], None]:
+    """Return what the forked child does before p2pd: it has the kernel kill it when its parent dies."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork: the child must do little
 
     def in_child() -> None:
@@ -95,7 +100,7 @@ class Daemon:
                 program, f"-listen=/unix{folder}/d", *arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
                 env={"GOLOG_LOG_LEVEL": "error", **os.environ, **(environment or {})},
-                process_group=0, preexec_fn=_kill_with(os.getpid()),
+                process_group=0, preexec_fn=_die_with(os.getpid()),
             )  # fmt: skip
         except OSError as error:
             _remove(folder, lock)
@@ -274,17 +279,18 @@ async def relay_limit(control: Control, relay: str) -> int:
     try:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(sock, _RESERVE)
-        message = b""
-        while len(message) < 2 or len(message) < 2 + (message[0] & 0x7F) + (message[1] << 7):
+        answer = b""
+        # Its length is a varint, of two bytes in a reservation, which has more than 127; a refusal is shorter.
+        while len(answer) < 2 or len(answer) < 2 + (answer[0] & 0x7F) + (answer[1] << 7):
             data = await loop.sock_recv(sock, 4096)
             if not data:
                 return 0
-            message += data
+            answer += data
     finally:
         sock.close()
-    limit = _protobuf_fields(message[2:]).get(4, b"")
+    limit = _protobuf_fields(answer[2:]).get(_LIMIT_FIELD, b"")
     assert isinstance(limit, bytes)
-    data_limit = _protobuf_fields(limit).get(2, 0)
+    data_limit = _protobuf_fields(limit).get(_DATA_LIMIT_FIELD, 0)
     return data_limit if isinstance(data_limit, int) else 0
 
 
@@ -293,12 +299,14 @@ def _protobuf_fields(data: bytes) -> dict[int, int | bytes]:
     fields: dict[int, int | bytes] = {}
     while data:
         tag, data = multiaddr.take_varint(data)
+        field_number = tag >> 3
+        kind = tag & 7
         value, data = multiaddr.take_varint(data)
-        if tag & 7 == 2:
-            fields[tag >> 3] = data[:value]
+        if kind == 0:  # a number
+            fields[field_number] = value
+        elif kind == 2:  # a length, and so many bytes
+            fields[field_number] = data[:value]
             data = data[value:]
-        elif tag & 7 == 0:
-            fields[tag >> 3] = value
         else:
-            raise ConfigError(f"a relay's answer has a field of unknown type {tag & 7}")
+            raise ConfigError(f"a relay's answer has a field of unknown type {kind}")
     return fields

@@ -227,14 +227,14 @@ class PacedStream(Stream):
         self._written = 0
         self._acknowledged = 0
         self._shrunk_at = 0.0
-        self._left = 0
-        """Bytes that a piece which has begun to arrive still lacks."""
+        self._piece_lacks = 0
+        """Bytes that the piece which is arriving still lacks."""
         self._early = bytearray()
         """Bytes that arrived while only a writer was waiting."""
-        self._read = 0
+        self._read_since = 0
         """Bytes that were read since the last acknowledgement: fewer than `_ACK_BYTES`."""
-        self._owed = 0
-        """Bytes to acknowledge now."""
+        self._to_acknowledge = 0
+        """Bytes to acknowledge now: the task that writes does it after its piece."""
         self._reading = asyncio.Lock()
         self._writing = asyncio.Lock()
         self._news = asyncio.Event()
@@ -248,7 +248,7 @@ class PacedStream(Stream):
             return
         self._closed = True
         busy = self._reading.locked() or self._writing.locked()
-        if busy or not (self._unacknowledged or self._read):
+        if busy or not (self._unacknowledged or self._read_since):
             self.raw.close()
             return
         task = asyncio.get_running_loop().create_task(self._linger())
@@ -258,8 +258,8 @@ class PacedStream(Stream):
     async def _linger(self) -> None:
         with contextlib.suppress(Unreachable, TimeoutError):
             async with asyncio.timeout(timing.LINGER_SECONDS):
-                self._owed += self._read
-                self._read = 0
+                self._to_acknowledge += self._read_since
+                self._read_since = 0
                 await self._acknowledge(timing.LINGER_SECONDS)
                 while self._unacknowledged and not self._early:  # data that none reads: the peer must be told
                     await self._advance(None, timing.LINGER_SECONDS)
@@ -293,14 +293,15 @@ class PacedStream(Stream):
     def _record_acknowledged(self, count: int) -> None:
         if count > self._unacknowledged:
             raise Unreachable(f"{self.peer} acknowledges {count} bytes of {self._unacknowledged}")
-        limited = 2 * self._unacknowledged > self.window
+        was_full = 2 * self._unacknowledged > self.window  # else the window does not hold the sender up
         self._acknowledged += count
         written_at: float | None = None
         while self._under_way and self._under_way[0][0] <= self._acknowledged:
             written_at = self._under_way.popleft()[1]
         seconds = 0.0 if written_at is None else _now() - written_at
         if seconds < timing.PACING_SHORT_SECONDS:
-            self.window = min(MOST_WINDOW, self.window + count * limited)
+            if was_full:
+                self.window = min(MOST_WINDOW, self.window + count)
         elif seconds > timing.PACING_LONG_SECONDS and _now() - self._shrunk_at > seconds:  # once for each window
             self.window = max(LEAST_WINDOW, int(self.window * timing.PACING_SHORT_SECONDS / seconds))
             self._shrunk_at = _now()
@@ -323,19 +324,19 @@ class PacedStream(Stream):
             else:
                 count = await self._advance(view, seconds)
             view = view[count:]
-            self._read += count
+            self._read_since += count
             self.bytes_received += count
-            if self._read >= _ACK_BYTES:
-                self._owed += self._read
-                self._read = 0
+            if self._read_since >= _ACK_BYTES:
+                self._to_acknowledge += self._read_since
+                self._read_since = 0
                 if not self._writing.locked():  # else the task that writes does it, after its piece
                     async with self._writing:
                         await self._acknowledge(seconds)
 
     async def _acknowledge(self, seconds: float) -> None:
-        while self._owed:
-            owed = self._owed
-            self._owed = 0
+        while self._to_acknowledge:
+            owed = self._to_acknowledge
+            self._to_acknowledge = 0
             with contextlib.suppress(Unreachable):  # the peer may have closed it, with all that it had to say
                 await self.raw.write(_HEAD.pack(_ACK | owed), seconds)
 
@@ -359,7 +360,7 @@ class PacedStream(Stream):
                 self._news = asyncio.Event()
 
     async def _take(self, into: memoryview | None, seconds: float) -> int:
-        if not self._left:
+        if not self._piece_lacks:
             (head,) = _HEAD.unpack(await self.raw.read(_HEAD.size, seconds))
             self.heard_at = _now()
             if head & _ACK:
@@ -367,15 +368,15 @@ class PacedStream(Stream):
                 return 0
             if head > MOST_PIECE:
                 raise Unreachable(f"{self.peer} sends a piece of {head} bytes, more than {MOST_PIECE}")
-            self._left = head
+            self._piece_lacks = head
         if into is None:
-            data = await self.raw.read(self._left, seconds)
-            self._left = 0
+            data = await self.raw.read(self._piece_lacks, seconds)
+            self._piece_lacks = 0
             self._early += data
             return 0
-        count = min(self._left, len(into))
+        count = min(self._piece_lacks, len(into))
         await self.raw.read_into(into[:count], seconds)
-        self._left -= count
+        self._piece_lacks -= count
         return count
 
 

@@ -170,6 +170,7 @@ class P2pdTransport(Transport):
         self._known: LruCache[list[str]] = LruCache(_MAX_KNOWN)
         """Addresses by peer, without /p2p/PEER."""
         self._not_punchable: LruCache[None] = LruCache(_MAX_KNOWN)
+        """Peers with which hole punching has failed."""
         self._gone: LruCache[None] = LruCache(_MAX_KNOWN)
         """Peers whose last dial was refused: for a while p2pd then says only that it does not try again."""
 
@@ -278,7 +279,7 @@ class P2pdTransport(Transport):
 
     async def port_and_addresses(self) -> tuple[int, list[str]]:
         """Return the port that others would call, and the direct addresses that this machine knows of itself."""
-        async with self._running(self.peer) as control:
+        async with self._control_for(self.peer) as control:
             _, addresses = await control.identify()
         direct = [address for address in addresses if "/tcp/" in address and multiaddr.CIRCUIT not in address]
         direct = [address for address in direct if not multiaddr.is_loopback(address)] or direct
@@ -292,7 +293,7 @@ class P2pdTransport(Transport):
 
     async def connections(self) -> dict[str, list[str]]:
         """Return the peers that this one is connected to now, and over which addresses."""
-        async with self._running(self.peer) as control:
+        async with self._control_for(self.peer) as control:
             return await control.list_peers()
 
     async def _p2pd_endpoint(self) -> Endpoint:
@@ -311,13 +312,14 @@ class P2pdTransport(Transport):
         if not routes:
             raise Unreachable(f"no address of {peer} is known", gone=True)
         self._known.put(peer, routes)
-        async with self._running(peer, seconds) as control:
+        async with self._control_for(peer, seconds) as control:
             if self.reachability.kind == "private" and await self._punch(peer, routes):
                 return
             await control.connect_peer(peer, routes, seconds)
             used = (await control.list_peers()).get(peer, [])
             # A private address of another network leads nowhere or to another machine, and waiting for it is slow.
-            self._known.put(peer, [r for r in routes if r in used or multiaddr.is_public(r)] or routes)
+            useful = [route for route in routes if route in used or multiaddr.is_public(route)]
+            self._known.put(peer, useful or routes)
 
     async def _punch(self, peer: str, routes: list[str]) -> bool:
         """Try once for each peer whether two private ones can get a direct connection; see hole_punching.py."""
@@ -337,7 +339,7 @@ class P2pdTransport(Transport):
     async def call(self, peer: str, request: bytes, seconds: float) -> bytes:
         if len(request) > MAX_CALL_BYTES:  # p2pd would end over it
             raise ValueError(f"a call of {len(request)} bytes; at most {MAX_CALL_BYTES} are allowed")
-        async with self._running(peer, seconds) as control:
+        async with self._control_for(peer, seconds) as control:
             protocol = f"{self._protocol}/call"
             try:
                 return await control.call(peer, protocol, request)
@@ -348,7 +350,7 @@ class P2pdTransport(Transport):
             return await control.call(peer, protocol, request)
 
     async def open_stream(self, peer: str, seconds: float) -> Stream:
-        async with self._running(peer, seconds) as control:
+        async with self._control_for(peer, seconds) as control:
             protocol = f"{self._protocol}/stream"
             try:
                 sock = await control.open_stream(peer, protocol, seconds)
@@ -372,18 +374,19 @@ class P2pdTransport(Transport):
     async def ask_dial_back(self, peer: str) -> DialBackResult | None:
         """Have that peer connect back to where it sees this one; None: it cannot tell."""
         port, _ = await self.port_and_addresses()
-        async with self._running(peer) as control:
+        async with self._control_for(peer) as control:
             answer = await control.call(peer, f"{self._protocol}/reach", encode_dial_back(port))
             return decode_dial_back(answer)
 
     async def relay_limit(self, peer: str) -> int:
         """Return how many bytes a connection through that peer may carry; 0: it relays nothing."""
-        async with self._running(peer) as control:
+        async with self._control_for(peer) as control:
             return await relay_limit(control, peer)
 
     @contextlib.asynccontextmanager
-    async def _running(self, peer: str, seconds: float = timing.DAEMON_ASK_SECONDS) -> AsyncIterator[Control]:
-        """Give p2pd's control for a request about this peer: its errors become Unreachable and CallRefused."""
+    async def _control_for(self, peer: str, seconds: float = timing.DAEMON_ASK_SECONDS) -> AsyncIterator[Control]:
+        """Give p2pd's control for a request about this peer, once p2pd runs: its errors become Unreachable and
+        CallRefused. The request has `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 async with self._restarting:
