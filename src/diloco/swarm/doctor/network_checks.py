@@ -47,7 +47,7 @@ _NEW_INVITATION = "ask the owner of the run for a new invitation; to resume or t
 _REMEDIES = {
     "revoked": _NEW_INVITATION,
     "banned": "the run's owner must say why this machine was excluded, and may invite it again",
-    "seats": "ask for an invitation with more seats (diloco invite RUN --seats N)",
+    "seats": "ask the owner of the run for another invitation (diloco invite RUN): each is for one worker",
     "expired": _NEW_INVITATION,
     "forged": _NEW_INVITATION,
     "version": "install the same version of diloco as the others have",
