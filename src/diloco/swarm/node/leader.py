@@ -26,7 +26,7 @@ from diloco.swarm.node import clock
 from diloco.swarm.node.participant import Participant
 from diloco.swarm.protocol.attendance import Patience
 from diloco.swarm.protocol.certificate import SIGNATURE_BYTES, Certificate, Vote
-from diloco.swarm.protocol.leading import Inquired, LeadPhase, LedRoundState, SteppedDown, code_of, leader_of_most
+from diloco.swarm.protocol.leading import InquiryAnswers, LeadPhase, LedRoundState, SteppedDown, code_of, leader_of_most
 from diloco.swarm.protocol.membership import clashes
 from diloco.swarm.protocol.messages import (
     Commit,
@@ -352,7 +352,7 @@ class LedRound(LedRoundState):
 
 async def inquire_in_turn(
     participant: Participant, key: RoundKey, authority: Authority, wait_for_earlier: Callable[[int], Awaitable[bool]]
-) -> Inquired:
+) -> InquiryAnswers:
     """Do what `inquire` does; when it returns, no earlier round is under way. Raises SteppedDown.
 
     The question travels beside the earlier rounds: a promise holds whenever it was given. It is asked again if there is
@@ -368,7 +368,7 @@ async def inquire_in_turn(
     return await inquire(participant, key, later)
 
 
-async def inquire(participant: Participant, key: RoundKey, authority: Authority) -> Inquired:
+async def inquire(participant: Participant, key: RoundKey, authority: Authority) -> InquiryAnswers:
     """Ask all live members for the state of a round, until a majority has answered. Raises SteppedDown."""
     members = participant.members
     own = participant.rounds.get(key.sequence)
@@ -386,7 +386,7 @@ async def inquire(participant: Participant, key: RoundKey, authority: Authority)
         elif participant.outcomes.quorum.is_majority(answers):
             posted = {peer: answer for peer, answer in answers.items() if isinstance(answer, Posted)}
             checked = {peer: _checked(participant, key.sequence, peer, answer) for peer, answer in posted.items()}
-            return Inquired(authority, checked, frozenset(answers))
+            return InquiryAnswers(authority, checked, frozenset(answers))
         else:
             await members.wait_for_change(timing.POLL_SECONDS)
         if participant.outcomes.has_ended(key.sequence):

@@ -226,7 +226,7 @@ class Participant:
                 self.settings.stall_seconds,
                 self.outcomes.notary,
                 round_.audit.follow(plan),
-                decision.patience_seconds,
+                decision.parts_seconds,
             )
         round_.task = self.members.faults.start(self._follow(round_, plan), "following a plan")
         round_.planned.set()

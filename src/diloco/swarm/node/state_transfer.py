@@ -57,7 +57,7 @@ class Attempt:
 
 
 async def fetch_first(
-    sources: Sequence[Peer], fetch: Callable[[Attempt], Awaitable[_T | None]], patience_seconds: float
+    sources: Sequence[Peer], fetch: Callable[[Attempt], Awaitable[_T | None]], quiet_seconds: float
 ) -> tuple[_T | None, list[Peer]]:
     """Return the first state that is whole (None: no source gives one), and the slower sources that were asked before.
 
@@ -65,14 +65,14 @@ async def fetch_first(
     that is slow, on purpose or not, holds up a joiner no longer than that. An honest line that is as slow costs bytes,
     no time.
 
-    `patience_seconds`: without progress until another one is asked.
+    `quiet_seconds`: without progress until another one is asked.
     """
     rest = list(sources)
     running = dict[asyncio.Task[_T | None], Attempt]()
     try:
         while rest or running:
-            quiet = all(clock.now() - attempt.moved_at > patience_seconds for attempt in running.values())
-            if rest and quiet and len(running) < _AT_ONCE:
+            all_are_quiet = all(clock.now() - attempt.moved_at > quiet_seconds for attempt in running.values())
+            if rest and all_are_quiet and len(running) < _AT_ONCE:
                 attempt = Attempt(rest.pop(0))
                 running[asyncio.ensure_future(fetch(attempt))] = attempt
             done, _ = await asyncio.wait(running, timeout=timing.POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)

@@ -73,15 +73,15 @@ class Transfer:
         stall_seconds: float,
         notary: Notary,
         audit: TransferAudit,
-        patience_seconds: float,
+        parts_seconds: float,
     ) -> None:
-        """`patience_seconds`: how long the next parts of a contributor may take."""
+        """`parts_seconds`: how long the next parts of a contributor may take."""
         self.plan = plan
         self.posted = posted
         self._transport = transport
         self._stall = stall_seconds
         self.audit = audit
-        self._patience = patience_seconds
+        self._parts_seconds = parts_seconds
         self._codec = codec(posted.codec)
         self._means = self._codec.for_means
         self._width = self._codec.part_bytes(posted.part_elements)
@@ -168,7 +168,7 @@ class Transfer:
         loop = asyncio.get_running_loop()
         contributors = len(self.plan.contributors)
         received = checked = 0  # bytes, rows
-        frames = DataFrames(stream, self._stall, timing.MEAN_SHARE * self._patience)
+        frames = DataFrames(stream, self._stall, timing.MEAN_SHARE * self._parts_seconds)
         taken: list[asyncio.Future[None]] = []
         while received < len(into):
             received += await frames.read_into(into[received:])
@@ -258,7 +258,7 @@ class Transfer:
         into = self._mean(self._mine)
         for first in range(0, len(self._mine), self._chunk_rows):
             last = min(first + self._chunk_rows, len(self._mine))
-            if not await self._wait_until(partial(self._have_arrived, last), self._patience):
+            if not await self._wait_until(partial(self._have_arrived, last), self._parts_seconds):
                 late = min(self._arrived, key=lambda peer: self._arrived[peer])
                 raise TransferFailed(late, "its parts do not come", withheld="parts")
             started = clock.now()
@@ -278,7 +278,7 @@ class Transfer:
     async def _proved(self, lie: Lie, rows: int) -> Lie:
         """Return the lie of a contributor of whose parts `rows` are reduced: with its proof, if all of the range
         arrive."""
-        if not await self._wait_until(lambda: self._arrived[lie.peer] == len(self._mine), self._patience):
+        if not await self._wait_until(lambda: self._arrived[lie.peer] == len(self._mine), self._parts_seconds):
             return lie
         parts = self._parts[lie.peer]
         rest = parts[rows * self._width :]

@@ -49,10 +49,11 @@ in every eighth, and each new leader tries it a few times more."""
 
 @dataclass(frozen=True)
 class StartTransfer:
-    """Follow this plan: answer Done, and exchange its parts. `patience_seconds`: for the next parts of a worker."""
+    """Follow this plan: answer Done, and exchange its parts."""
 
     plan: Plan
-    patience_seconds: float
+    parts_seconds: float
+    """How long the next parts of a worker may take."""
 
 
 class UnknownSeat(CallRefused):
@@ -107,11 +108,11 @@ class RoundFollower:
         if (leader := self.leaders.usurped(sender, inquire.sequence, round_)) is not None:
             return LedBy(leader)
         refusal = self.refusal(sender, inquire.sequence, inquire.authority)
-        if round_ is None or refusal is not None:
-            leader = round_.leader if isinstance(refusal, Superseded) and round_ is not None else None
-            # A leader that begins again is told how.
+        if isinstance(refusal, Superseded) and round_ is not None:
+            leader = round_.leader
             if leader is not None and leader != sender and self._members.is_live(leader):
-                return LedBy(leader)
+                return LedBy(leader)  # a member that led before, and begins again, learns which one leads now
+        if round_ is None or refusal is not None:
             return refusal or NotPosted()
         seen = round_.promise(inquire.authority)
         voted = None if round_.plan is None or round_.vote is None else Voted(round_.plan, round_.vote)
@@ -133,7 +134,7 @@ class RoundFollower:
             raise CallRefused(f"the plan counts {peer} as more rounds of work than it has missed", "rounds")
         round_.check_opposed(plan, self._quorum.last_plan)
         round_.follow(plan, self._members.now())
-        return StartTransfer(plan, self._transfers.patience(plan, self._members.settings.lost_seconds))
+        return StartTransfer(plan, self._transfers.seconds_for_parts(plan, self._members.settings.lost_seconds))
 
     def refusal(self, sender: str, sequence: int, authority: Authority) -> PeerMessage | None:
         """Say why a leader's message is not obeyed, if so. Raises CallRefused."""

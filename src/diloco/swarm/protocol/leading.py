@@ -47,7 +47,7 @@ class LeadPhase(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Inquired:
+class InquiryAnswers:
     """The answers of a majority of the members to a new leader."""
 
     authority: Authority
@@ -137,9 +137,10 @@ class LedRoundState:
 
     # Inquire
 
-    def judge_inquiry(self, answers: Inquired, banned: Collection[str]) -> Certificate | None:
-        """Return the certificate of the plan of an earlier leader, if that has enough votes. Raises SteppedDown if it
-        may have them, with those of workers that are silent."""
+    def judge_inquiry(self, answers: InquiryAnswers, banned: Collection[str]) -> Certificate | None:
+        """Lead with the authority that the members have promised to obey. Return the certificate of the plan of an
+        earlier leader, if that has enough votes. Raises SteppedDown if it may have them, with those of workers that are
+        silent."""
         self.authority = answers.authority
         plan = answers.plan
         if plan is None:

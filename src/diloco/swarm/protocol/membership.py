@@ -340,11 +340,13 @@ class Membership:
         now = self.now()
         silent = [peer for peer in self.peers.values() if peer.lost_at and not peer.gone and peer.status.has_state]
         present = 1 + len(self.with_state())
-        for share, wait in ((1, timing.HALF_SILENT_SHARE), (0, timing.MOST_SILENT_SHARE)):
-            recent = sum(now - peer.lost_at < wait * self.settings.lost_seconds for peer in silent)
-            if recent > present - share:
-                return False
-        return True
+
+        def silent_for_less_than(share: float) -> int:
+            return sum(now - peer.lost_at < share * self.settings.lost_seconds for peer in silent)
+
+        half_just_fell_silent = silent_for_less_than(timing.HALF_SILENT_SHARE) >= present
+        most_just_fell_silent = silent_for_less_than(timing.MOST_SILENT_SHARE) > present
+        return not (half_just_fell_silent or most_just_fell_silent)
 
     def is_taken(self, number: int, name: str) -> bool:
         """Whether another worker that was heard here, or this one, has the number."""

@@ -28,7 +28,7 @@ MEANING: dict[RoundPhase, str] = {
     RoundPhase.POSTED: "no leader has the header, or the last one was lost, passed over or is to be asked again",
     RoundPhase.WAITING: "a leader has the header, and waits for others",
     RoundPhase.PLANNED: "it follows a plan, whose workers exchange parts; it keeps that if the leader is lost",
-    RoundPhase.VOTED: "the whole mean is here, and it has voted for it; it votes for no other mean of the plan",
+    RoundPhase.VOTED: "it has the whole mean and has voted for it, as it tells a new leader; for no other of the plan",
     RoundPhase.ENDED: "the mean counts: most have voted for it",
     RoundPhase.GIVEN_UP: "the round has failed for this worker; its work is in the next one",
 }

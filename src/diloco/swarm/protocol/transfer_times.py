@@ -47,7 +47,7 @@ class TransferTimes:
         longest = max((math.inf if seconds is None else seconds for seconds in known), default=math.inf)
         return max(least, timing.TRANSFER_SHARE * longest)
 
-    def patience(self, plan: Plan, lost_seconds: float) -> float:
+    def seconds_for_parts(self, plan: Plan, lost_seconds: float) -> float:
         """Return how long a worker may take before its next parts arrive."""
         return min(
             timing.MOST_TRANSFER_SHARE * lost_seconds, self.limit(plan, timing.LEAST_TRANSFER_SHARE * lost_seconds)
