@@ -11,8 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.core.config import SyncConfig
 from diloco.engines import ranked
+from diloco.engines.first_rank import FirstRankEngine
 from diloco.engines.torch_distributed import TorchDistributedEngine
 from diloco.optimizer import DiLoCo
+from support.elastic import ElasticSwarm
 from support.problem import batch, net
 from support.processes import in_processes
 
@@ -59,6 +61,31 @@ def over_nccl(world: TorchDistributedEngine, sharded: bool) -> dict[str, object]
     optimizer.finish()
     dist.barrier()
     return {"digest": optimizer.anchor_digest(), "backend": str(dist.get_backend(engine.ranks.group))}
+
+
+def gathered(world: TorchDistributedEngine) -> dict[str, object]:
+    """A worker among others that come and go: one rank, or two that both see the whole batch."""
+    ranked.compute_backend = lambda: "gloo"  # type: ignore[assignment]
+    ranks = ranked.ranks_of_one_worker()
+    first = ElasticSwarm([0]).engine(0) if ranks.rank == 0 else None
+    engine = FirstRankEngine(first, ranks) if world.workers > 1 else ElasticSwarm([0]).engine(0)
+    model = net(seed=0).cuda()
+    optimizer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), engine, sync=SyncConfig(3, "int8"))
+    for step in range(7):
+        x, y = (part.cuda() for part in batch(0, step))
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    optimizer.finish()
+    final = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+    dist.barrier()
+    return {"final": final, "digest": optimizer.anchor_digest()}
+
+
+def test_two_ranks_that_gather_on_a_gpu_train_as_one_rank_does() -> None:
+    [expected] = in_processes(1, gathered)
+    for rank in in_processes(2, gathered):
+        assert rank == expected
 
 
 def test_fsdp2_over_nccl_gives_the_bits_of_a_plain_model() -> None:

@@ -316,12 +316,14 @@ class _ToldRound(PendingRound):
             return engine._place() | {"result": own[0].as_json(), "members": members}
 
         said = engine._together(ended, in_thread=True)
-        mean = own[0].mean if own else self._vector.mean
+        mean = self._vector.mean
         summary = RoundSummary.from_json(said["result"])
         if summary.total_weight and mean.num_bytes:
+            if own and own[0].mean is not mean:
+                mean.data.copy_(own[0].mean.data)  # to where all ranks have it
             engine.tell_bytes(mean.data.view(-1))
         if own:
-            return own[0]
+            return replace(own[0], mean=mean)
         return RoundResult(mean=mean, members=engine.members(), **summary.summary_fields())
 
 
