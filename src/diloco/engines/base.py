@@ -58,8 +58,8 @@ class Connection(ABC):
         """Whether the others are in this round, or past it, and wait no longer: it is posted now, with the work there
         is.
 
-        Elastic workers ask it after every inner step, all ranks of a worker together. A round that is over fails at once
-        when it is posted.
+        Elastic workers ask it after every inner step, all ranks of a worker together. A round that is over fails at
+        once when it is posted.
         """
         del sequence
         return False

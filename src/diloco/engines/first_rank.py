@@ -12,14 +12,13 @@ close.
 
 import atexit
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,8 +28,6 @@ from diloco.engines.rounds import Contribution, GlobalState, Member, Report, Rou
 from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import DiLoCoError, EngineError, Excluded, RoundFailed
 
-logger = logging.getLogger(__name__)
-
 STATE_SECONDS = 60.0
 """The longest that a state may take until it is gathered: an inner step, or an evaluation, comes first."""
 _STILL_THERE_SECONDS = 5.0
@@ -38,8 +35,6 @@ _STILL_THERE_SECONDS = 5.0
 _ANSWER = b"a"
 _GATHER = b"g"
 _STILL_THERE = b"s"
-
-Answer = TypeVar("Answer")
 
 
 class FirstRankEngine(Engine):
