@@ -15,8 +15,8 @@ LIES; several are drawn from the seed, each in one of ALL_LIES. The rest then ho
 which half of a round's contributors lie is outside what the protocol assumes, and need not settle. A leader that gets
 two plans certified has two means counted once, or twice if its helper leads after it.
 
-The model has a part for each worker, so that all that contribute reduce, as in any model of a thousand parameters a
-worker. With one part only one worker would see in each attempt which of the others sends nothing.
+The model has a part for each worker or more, so that all that contribute reduce, as in any model of a thousand
+parameters a worker. With one part only one worker would see in each attempt which of the others sends nothing.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from diloco.swarm.simulator.workers import MemorySwarm, MemoryWorker, values
 
 FAULT_SECONDS = 40.0
 SETTLING_SECONDS = 150.0
-_NUMEL = 7 * 1024
+_NUMEL = 8 * 1024  # eight parts: a power of two, so that the proof of each is as long, whichever is asked for
 LIES = ("ended", "two means", "wrong mean", "accuses", "state")
 ALL_LIES = (
     *LIES, "accuses all", "says withheld", "ahead", "certifies", "two plans", "sends no parts", "sends no mean",
