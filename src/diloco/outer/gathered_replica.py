@@ -299,6 +299,8 @@ class GatheredSending(Sending):
                 ranks.exchange(parts, [0] * ranks.count)
             self._collect_bytes(window)
         own_gradient.end()
+        if ranks.rank:
+            self.vector.give_back()  # only the first rank's travels; the mean comes into new memory
         return self._total(told)
 
     def _own_spans(self, turn: int) -> Iterator[tuple[Span, Tensor]]:
