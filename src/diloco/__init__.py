@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.version import __version__
 
 if TYPE_CHECKING:
+    from diloco.bucket.engine import connect_bucket as connect_bucket
     from diloco.core.config import FaultsConfig as FaultsConfig
     from diloco.core.config import SyncConfig as SyncConfig
     from diloco.core.outer_optimizers import SGD as SGD
@@ -30,6 +31,7 @@ _HOMES = {
     "DiLoCo": "diloco.optimizer",
     "connect": "diloco.engines.connect",
     "join_swarm": "diloco.swarm.join",
+    "connect_bucket": "diloco.bucket.engine",
     "alone": "diloco.engines.local",
     "LocalSwarm": "diloco.engines.local",
     "SyncConfig": "diloco.core.config",

@@ -201,6 +201,12 @@ class BucketEngine(Engine):
         self._provider = provider
         self._loop.call_soon_threadsafe(self._node.serve_state, provider)
 
+    def pause_serving_state(self, paused: bool) -> None:
+        """While paused, no state is written for joiners: this worker's is about to be replaced by a saved one."""
+        self._node.states.paused = paused
+        if not paused:
+            self._loop.call_soon_threadsafe(self._node.write_state_if_due)
+
     def fetch_state(self) -> GlobalState | None:
         after = None
         if self._joined and self._provider is not None:
@@ -297,6 +303,24 @@ class _BucketRound(PendingRound):
                 return None
 
 
+def settings_for(
+    url: str, folder: Path, *, name: str, label: str, timeout_seconds: float, **more: Any
+) -> BucketSettings:
+    """Return the settings of one worker. A shared folder costs nothing to look at: it is looked at more often."""
+    is_folder = url.startswith("file://")
+    return BucketSettings(
+        url=url,
+        folder=folder,
+        name=name,
+        label=label,
+        timeout_seconds=timeout_seconds,
+        beat_seconds=2.0 if is_folder else 10.0,
+        lost_seconds=15.0 if is_folder else 40.0,
+        least_poll_seconds=0.05 if is_folder else 0.3,
+        **more,
+    )
+
+
 def connect_bucket(
     url: str,
     folder: str | Path,
@@ -316,16 +340,12 @@ def connect_bucket(
     """
     if timeout_seconds <= 0:
         raise ConfigError(f"timeout_seconds = {timeout_seconds} must be above 0")
-    local = url.startswith("file://")
-    settings = BucketSettings(
-        url=url,
-        folder=Path(folder).absolute() / "bucket",
+    settings = settings_for(
+        url,
+        Path(folder).absolute() / "bucket",
         name=name,
         label=platform.node()[:48],
-        options=dict(options or {}),
         timeout_seconds=timeout_seconds,
-        beat_seconds=2.0 if local else 10.0,
-        lost_seconds=15.0 if local else 40.0,
-        least_poll_seconds=0.05 if local else 0.3,
+        options=dict(options or {}),
     )
     return BucketEngine(settings, on_event=on_event)

@@ -137,19 +137,25 @@ class Members:
 
     def run_status(self) -> RunStatus:
         """The run as this worker knows it."""
-        now = self.now()
-        own = MemberStatus(**_fields(self.status), peer=f"worker-{self.own}")
+        own = MemberStatus(**_fields(self.status))
+        return self._with_others([own], self.now())
+
+    def others_status(self) -> RunStatus:
+        """The run as its bucket tells it to a machine that is no worker: no beat is of the future."""
+        latest = max((member.modified for member in self.others.values()), default=0.0)
+        return self._with_others([], max(self.now(), latest))
+
+    def _with_others(self, own: list[MemberStatus], now: float) -> RunStatus:
         others = [
             MemberStatus(
                 **_fields(member.beat.status),
-                peer=f"worker-{number}",
                 live=member.is_live(now),
                 left=member.beat.left,
                 silent_seconds=round(max(0.0, now - member.modified), 2),
             )
-            for number, member in list(self.others.items())  # this may be another thread
+            for member in list(self.others.values())  # this may be another thread
         ]
-        members = tuple(sorted([own, *others], key=lambda member: member.number))
+        members = tuple(sorted([*own, *others], key=lambda member: member.number))
         return RunStatus(run=self._settings.url[:512], members=members, leader=None, leading={}, banned={})
 
 

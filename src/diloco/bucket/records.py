@@ -20,6 +20,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from diloco.bucket.store import Malformed as Malformed
 from diloco.codecs.registry import CODECS, codec
 from diloco.core.config import Merge
 from diloco.core.fragments import PART_QUANTUM
@@ -38,10 +39,6 @@ _MOST_BYTES = 1 << 44
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Nonce = Annotated[str, Meta(min_length=16, max_length=16, pattern="^[0-9a-f]*$")]
-
-
-class Malformed(ValueError):
-    """An object that no worker of this version writes."""
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="t"):

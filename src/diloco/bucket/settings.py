@@ -36,7 +36,3 @@ class BucketSettings:
     """A state for joiners is written every so many rounds."""
     kept_rounds: int = 2
     """Contributions of so many rounds stay in the bucket; means stay until two later states are there."""
-
-    @property
-    def is_folder(self) -> bool:
-        return self.url.startswith("file://")

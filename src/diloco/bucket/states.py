@@ -37,6 +37,8 @@ class States:
         self._every = every
         self._label = label[:64]
         self._writing = False
+        self.paused = False
+        """The trainer's state is about to be replaced by a saved one: none is written now."""
         self.newest: int | None = None
         """The round that the newest known state comes before."""
         self.snapshot: Callable[[], GlobalState] | None = None
@@ -75,7 +77,12 @@ class States:
 
     async def write_if_due(self, store: Store, next_round: int) -> None:
         """Write the state for joiners, unless another worker does."""
-        if self.snapshot is None or self._writing or not rules.is_state_due(next_round, self.newest, self._every):
+        if (
+            self.snapshot is None
+            or self.paused
+            or self._writing
+            or not rules.is_state_due(next_round, self.newest, self._every)
+        ):
             return
         self._writing = True
         try:

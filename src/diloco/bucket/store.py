@@ -45,6 +45,10 @@ class StoreUnavailable(Exception):
     """The store did not answer, or not now: the same request may succeed later."""
 
 
+class Malformed(ValueError):
+    """An object that no worker of this version writes."""
+
+
 class Store(ABC):
     """Objects below one run's prefix. Every method raises StoreUnavailable, or EngineError if no repetition helps."""
 

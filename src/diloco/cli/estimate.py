@@ -36,7 +36,7 @@ def print_estimate(
     cuda = config.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     ranks_of_workers = config.ranks_of_workers()
-    workers = max(2, members + config.workers) if config.engine == "swarm" else config.workers
+    workers = max(2, members + config.workers) if config.elastic else config.workers
     place = Placement(workers, min(ranks_of_workers), cuda, precision_name(config.compute.precision, device))
     folder = resume or Path(config.out or "runs")
     history = RunHistory() if resume is None else read_history(resume)

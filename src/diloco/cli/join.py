@@ -1,4 +1,4 @@
-"""`diloco join -`: the command line of training/processes/swarm_start.py."""
+"""`diloco join -` and `diloco join URL`: the command lines of training/processes/swarm_start.py and bucket_start.py."""
 
 import time
 from collections.abc import Sequence
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from diloco.swarm.trust.invitation import Invitation
 
 _HELP = """\
-[bold]diloco join[/] - | @FILE \\[OPTIONS]
+[bold]diloco join[/] - | @FILE | URL \\[OPTIONS]
+
+Join a run that was begun with `diloco train --engine bucket`, at any time: URL
+is the place of its bucket (s3://NAME/RUN, gs://NAME/RUN, az://NAME/RUN or
+file:///FOLDER/RUN), and --workers N how many of this machine join (default 1).
 
 Join a run that was begun with `diloco train --engine swarm`, at any time. The
 invitation is read from standard input (-), from a file (@FILE), or without
@@ -67,8 +71,11 @@ def join(
     if help_join:
         console.print(_HELP, highlight=False)
         return
-    check_swarm()
     sources = list(takewhile(lambda token: not token.startswith("--"), given))
+    if any("://" in source for source in sources):
+        _join_bucket(console, sources, given[len(sources) :])
+        return
+    check_swarm()
     asked, rest = estimate_options(given[len(sources) :])
     tokens = check_own_options(rest)
     from diloco.swarm.trust.invitation import is_word, read_invitations
@@ -109,6 +116,34 @@ def join(
         raise
     except RendezvousError as error:
         _print_known_end(console, folder_of(invitations[0]), error)
+    else:
+        print_end(console, ended)
+
+
+def _join_bucket(console: Console, sources: Sequence[str], given: Sequence[str]) -> None:
+    """Join the run in a bucket."""
+    if len(sources) != 1:
+        raise ConfigError(f"{len(sources)} places are given: a machine joins one run at a time")
+    url = sources[0]
+    asked, rest = estimate_options(given)
+    if asked:
+        raise ConfigError("--estimate is for an invitation: in a bucket, the machine that began the run has it")
+    tokens = check_own_options(rest)
+    from diloco.training.processes.bucket_start import join_bucket
+
+    def configure(description: RunDescription) -> RunConfig:
+        config = joined_config(description, [*tokens, f"--bucket={url}"])
+        check_installed(config.sink_names)
+        return config
+
+    def observe(config: RunConfig, members: int) -> RunDisplay:
+        _print_swarm(console, config, members)
+        return RunDisplay(console, config)
+
+    try:
+        ended = join_bucket(url, configure, observe)
+    except RunComplete as complete:
+        console.print(Text(str(complete)), soft_wrap=True)
     else:
         print_end(console, ended)
 
@@ -203,4 +238,5 @@ def _print_swarm(console: Console, config: RunConfig, members: int) -> None:
     sync = config.sync
     what = f"{config.model}, {config.steps} inner steps, H = {sync.num_inner_steps}, {sync.codec}"
     there = "1 worker is" if members == 1 else f"{members} workers are"
-    console.print(Text(f"the swarm: {what}; {there} there"), soft_wrap=True)
+    name = "the swarm" if config.bucket is None else config.bucket
+    console.print(Text(f"{name}: {what}; {there} there"), soft_wrap=True)

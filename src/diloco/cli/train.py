@@ -40,7 +40,8 @@ and average from time to time.
                         plain (of the others; tiny: H 30, fp16, 0.5), paper
   --data.source X       stdlib (Python's own library), a file or folder, hf:NAME
   --mode M              diloco (default), or data-parallel: the baseline
-  --engine E            torch_distributed (default); swarm: others can join
+  --engine E            torch_distributed (default); swarm, bucket: others can
+                        join (--bucket s3://NAME/RUN, gs://…, file:///FOLDER)
   --seed N              seed for the initial parameters and the order of
                         the data
   --out RUNDIR          the run folder (default runs/<date>-<model>)
@@ -92,6 +93,8 @@ def train(
 
 def _train(config: RunConfig, resume: Path | None, console: Console) -> None:
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    if torchrun and config.engine == "bucket":
+        raise ConfigError("engine = bucket under torchrun: each of its workers is on its own; start it with --workers")
     if torchrun and config.engine == "swarm":
         raise ConfigError(
             "engine = swarm under torchrun: diloco starts the processes of a swarm's workers itself; give --ranks and "
@@ -106,6 +109,10 @@ def _train(config: RunConfig, resume: Path | None, console: Console) -> None:
         console.print(Text(message), soft_wrap=True)
         return
     kind: type[WayToStart] = SwarmFounder if config.engine == "swarm" else FixedWorkers
+    if config.engine == "bucket":
+        from diloco.training.processes.bucket_start import BucketFounder
+
+        kind = BucketFounder
     if torchrun:
         from diloco.training.processes.torchrun import TorchrunRank
 

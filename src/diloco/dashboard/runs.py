@@ -79,7 +79,7 @@ class Run:
             return {"run": self.name, "version": self.version, "problems": self._problems(), **state}
 
     def _figures(self, until: float | None) -> RunFigures:
-        elastic = self._history.elastic or self.options().get("engine") == "swarm"
+        elastic = self._history.elastic or self.options().get("engine") in ("swarm", "bucket")
         return RunFigures(self._history, until, elastic=elastic)
 
     def _is_new(self) -> bool:

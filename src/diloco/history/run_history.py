@@ -272,7 +272,7 @@ class RunHistory:
         worker.states.append((event.time, "starting"))
         self.started = event
         self.resolved = event.resolved
-        self.elastic |= event.resolved.get("engine") == "swarm"
+        self.elastic |= event.resolved.get("engine") in ("swarm", "bucket")
         self._began(worker, event)
 
     def _on_starting(self, event: StartingEvent) -> None:

@@ -46,7 +46,7 @@ class RunView(RunFigures):
     """The figures of a run now, and what the display tells besides."""
 
     def __init__(self, config: RunConfig, history: RunHistory) -> None:
-        super().__init__(history, elastic=config.engine == "swarm")
+        super().__init__(history, elastic=config.elastic)
         self.config = config
         self.folder: Path | None = None
         self.stopping = False
@@ -251,7 +251,7 @@ def render(view: RunView) -> RenderableType:
 
 
 def _stopping(view: RunView) -> str:
-    if view.config.engine != "swarm":
+    if not view.config.elastic:
         return _STOPPING
     return _LEAVING if view.present > 1 else _LEAVING_ALONE
 
@@ -260,7 +260,7 @@ def _title(view: RunView) -> Text:
     config = view.config
     size = f", {view.history.parameters / 1e6:.2f}M parameters" if view.history.parameters else ""
     what = f"{short_name(config.model.name)}{size} · {config.mode} · {view.workers_here} workers"
-    if config.engine == "swarm":
+    if config.elastic:
         what = f"{short_name(config.model.name)}{size} · {_of_how_many(view)} · {view.workers_here} here"
     if config.mode == "diloco":
         what += f" · H = {config.sync.num_inner_steps} · {config.sync.codec}"
@@ -348,7 +348,7 @@ def _round(view: RunView) -> Text:
     warm = view.config.sync.warm_start
     H = view.config.sync.num_inner_steps
     if view.step < warm:
-        alone = view.config.engine == "swarm"
+        alone = view.config.elastic
         doing = "one worker trains alone, others wait," if alone else "averaging gradients"
         return Text(f"warm start: {doing} up to step {warm} · first round after step {warm + H}", "dim")
     if view.history.rounds.in_progress is not None:
@@ -363,7 +363,7 @@ def _round(view: RunView) -> Text:
     refused = f" · {view.refused} contributions refused" if view.refused else ""
     rounds = "1 round" if view.merged_rounds == 1 else f"{view.merged_rounds} rounds"
     # The title has the members of a swarm, and how many workers a fixed set has.
-    shown = view.config.engine == "swarm" or view.present in (0, view.workers_here)
+    shown = view.config.elastic or view.present in (0, view.workers_here)
     members = "" if shown else f" · {_members(view)}"
     return Text(f"{rounds}{trouble}{refused} · {state}{last}{members}", style="dim")
 

@@ -63,7 +63,10 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("inner steps", _steps(summary)),
         ("trained here", _local_work(summary)),
         ("parameters trained", _trained(summary)),
-        ("tokens", f"{summary['tokens']:,}" + (" in the whole swarm" if summary.get("engine") == "swarm" else "")),
+        (
+            "tokens",
+            f"{summary['tokens']:,}" + (" in the whole swarm" if summary.get("engine") in ("swarm", "bucket") else ""),
+        ),
         ("warm start", _warm_start(summary)),
         ("outer steps", _rounds(summary)),
         ("a round, on average", _mean_round(summary)),
@@ -92,7 +95,7 @@ def _perplexity(summary: Summary) -> str:
 
 def _steps(summary: Summary) -> str:
     each = "on each of" if summary["status"] == "complete" else "at most, on"
-    if summary.get("engine") == "swarm":
+    if summary.get("engine") in ("swarm", "bucket"):
         seen = summary["members_seen"]
         at = f"{summary['inner_steps']:,}, in a swarm of {summary['workers']} at its end"
         return f"{at}, {seen} in all" if seen != summary["workers"] else at
@@ -112,7 +115,7 @@ def _trained(summary: Summary) -> str:
 
 def _local_work(summary: Summary) -> str:
     """Return what this machine's workers did themselves; empty if that is all there is."""
-    if summary.get("engine") != "swarm" or "local_steps" not in summary:
+    if summary.get("engine") not in ("swarm", "bucket") or "local_steps" not in summary:
         return ""
     steps = summary["local_steps"]
     rounds = summary["local_rounds"]
@@ -147,7 +150,7 @@ def _mean_round(summary: Summary) -> str:
 
 def _warm_start(summary: Summary) -> str:
     steps = summary.get("resolved", {}).get("sync.warm_start") or 0
-    how = "by one worker alone" if summary.get("engine") == "swarm" else "data-parallel"
+    how = "by one worker alone" if summary.get("engine") in ("swarm", "bucket") else "data-parallel"
     first = "the first step" if steps == 1 else f"the first {steps:,} steps"
     return f"{first}, {how}" if steps and summary["mode"] == "diloco" else ""
 

@@ -64,7 +64,7 @@ class RunDisplay(Observer):
     @contextmanager
     def follow(self, folder: Path, *, resumed: bool) -> Iterator[Poll]:
         with ExitStack() as beside:
-            live = LiveHistory(folder, elastic=self._config.engine == "swarm")
+            live = LiveHistory(folder, elastic=self._config.elastic)
             live.refresh()
             polls: list[Callable[[], object]] = [
                 live.refresh,
@@ -76,7 +76,7 @@ class RunDisplay(Observer):
             if self._listener is not None:
                 self._console.print(Text(f"dashboard: {link(self._listener, LOOPBACK, None)}"), soft_wrap=True)
                 polls.append(beside.enter_context(DashboardProcess(self._listener, folder, self.note)).poll)
-            if self._config.engine == "swarm":
+            if self._config.elastic:
                 polls.append(joining_hint(self._console, self._config, live))
 
             def poll() -> None:
@@ -136,6 +136,10 @@ def _print_hint(console: Console, config: RunConfig, folder: Path, founded: bool
         console.print(Text(alone), soft_wrap=True)
     else:
         console.print(Text("the swarm starts here"), soft_wrap=True)
+    if config.bucket is not None:
+        joining = command("join", shlex.quote(config.bucket))
+        console.print(Text(f"others with access to the bucket join with `{joining}`"), soft_wrap=True)
+        return
     from diloco.swarm.trust.run_owner import may_invite, new_invitations
 
     swarm = folder / SWARM_FOLDER

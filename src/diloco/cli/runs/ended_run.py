@@ -71,7 +71,7 @@ def describe_end(folder: Path, summary: Summary) -> list[str]:
         lines = [f"complete after {steps:,} steps ({folder})"]
     else:
         of = read_run_file(folder / RUN_FILE).get("steps", steps)
-        place = " on this machine" if summary.get("engine") == "swarm" else ""
+        place = " on this machine" if summary.get("engine") in ("swarm", "bucket") else ""
         lines = [f"{status}{place} after {steps:,} of {of:,} steps ({folder})"]
         if summary["error"]:
             lines.append(f"reason: {summary['error']}")
@@ -79,10 +79,10 @@ def describe_end(folder: Path, summary: Summary) -> list[str]:
     if perplexity is not None:
         lines.append(f"validation perplexity {perplexity:,.2f} at step {summary['validation_step']:,}")
     rounds = "1 round" if summary["rounds"] == 1 else f"{summary['rounds']:,} rounds"
-    whole = " in the whole swarm" if summary.get("engine") == "swarm" else ""
+    whole = " in the whole swarm" if summary.get("engine") in ("swarm", "bucket") else ""
     lines.append(f"{rounds}, {summary['tokens']:,} tokens{whole}, {duration(summary['seconds'])} here")
     if status != "complete":
-        if summary.get("engine") == "swarm":
+        if summary.get("engine") in ("swarm", "bucket"):
             lines.append("no worker answers: the others have ended too, or cannot be reached from here")
         if not read_history(folder).latest_start.would_end_the_same:
             lines.append(f"to continue: {resume_command(folder)}")

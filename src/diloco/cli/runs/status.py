@@ -52,14 +52,15 @@ def status(
     watch: Annotated[bool, Parameter(name="--watch", negative=())] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
-    """Show the workers of a swarm: round, speed, lag, last contribution.
+    """Show the workers of a swarm or a bucket: round, speed, lag, last contribution.
 
     Example:  diloco status runs/mine --watch
 
     Parameters
     ----------
     run
-        A run folder of a swarm, or an invitation: `-` (standard input), `@FILE` or the word.
+        A run folder of a swarm, or an invitation: `-` (standard input), `@FILE` or the word. Or the place of a bucket:
+        s3://NAME/RUN, gs://NAME/RUN, az://NAME/RUN, file:///FOLDER/RUN.
     watch
         Show it again every two seconds, until Ctrl-C or the end of the run.
     as_json
@@ -67,6 +68,9 @@ def status(
     """
     if watch and as_json:
         raise ConfigError("--watch with --json: leave out one of the two")
+    if "://" in run:
+        _show_bucket(run, watch=watch, as_json=as_json)
+        return
     folder = Path(run) if len(run) < 256 and Path(run).exists() else None  # an invitation is longer
     if folder is not None and (folder / RUN_FILE).exists() and not (folder / SWARM_FOLDER).exists():
         if is_training(folder):
@@ -97,6 +101,30 @@ def status(
         raise
     except RendezvousError as error:
         _print_end(folder or folder_of(invitation), error, as_json=as_json)
+
+
+def _show_bucket(url: str, *, watch: bool, as_json: bool) -> None:
+    """Show the workers of the run in a bucket; with `watch` until its end, or until Ctrl-C."""
+    from diloco.training.processes.bucket_start import read_run
+
+    console = Console()
+    workers, steps = read_run(url)
+    if as_json:
+        from msgspec import to_builtins
+
+        print(json.dumps(to_builtins(workers), indent=1))
+        return
+    if not watch:
+        console.print(_shown(workers, steps, console), soft_wrap=not console.is_terminal)
+        return
+    try:
+        with Live(_shown(workers, steps, console), console=console, auto_refresh=False) as live:
+            while live_workers(workers):
+                time.sleep(_WATCH_SECONDS)
+                workers, steps = read_run(url)
+                live.update(_shown(workers, steps, console), refresh=True)
+    except KeyboardInterrupt:
+        return
 
 
 def _watch(console: Console, guest: "Guest", steps: int | None) -> None:
@@ -248,7 +276,9 @@ def headlines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
     in_all = [f"{tokens:,} tokens of all workers in the run's means"] if tokens else []
     return [
         f"run {swarm.run} · {done} {furthest:,}{of if done == 'step' else ' steps'} · {workers} · {counted}",
-        f"{now} · {speed:.2f} steps/s in all · led by worker {leader}",
+        f"{now} · {speed:.2f} steps/s in all · led by worker {leader}"
+        if swarm.leader
+        else f"{speed:.2f} steps/s in all",
         *in_all,
     ]
 
@@ -283,7 +313,7 @@ def _where(member: "MemberStatus") -> str:
     """Return the machine's name, as much of it as fits, and the end of the peer's id, by which it can be revoked."""
     label = printable(member.label or "-")
     label = label if len(label) <= _WHERE - 7 else label[: _WHERE - 8] + "…"
-    return f"{label} {member.peer[-6:]}"
+    return f"{label} {member.peer[-6:]}".rstrip()
 
 
 def _ago(seconds: float) -> str:

@@ -22,7 +22,7 @@ from diloco.models.choice import ModelChoice
 from diloco.models.lora import check_peft
 from diloco.models.native.presets import PRESETS, preset
 from diloco.models.pretrained import check_model, is_pretrained
-from diloco.training.config.run import RunConfig
+from diloco.training.config.run import ELASTIC_ENGINES, RunConfig
 
 _LARGE: dict[str, object] = {"data.sequence_length": 1024, "data.vocab_size": 32_000}
 RECIPES: dict[str, dict[str, object]] = {
@@ -69,6 +69,7 @@ MODE_DEFAULTS: dict[str, dict[str, object]] = {
 ENGINE_DEFAULTS: dict[str, dict[str, object]] = {
     "torch_distributed": {},
     "swarm": {"workers": 1},  # the others join
+    "bucket": {"workers": 1},
 }
 _FOLDERS_READ = 100  # to know whether a folder is of Python
 
@@ -115,7 +116,7 @@ def chosen_recipe(name: object, model: str, asked: Mapping[str, Any]) -> tuple[s
 
 def recipe_names(model: str, asked: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the recipes that can be chosen with a model and with what is `asked` for."""
-    has_warm = model == "tiny" and (asked.get("engine") == "swarm" or _tiny_recipe(asked)[0] == "warm")
+    has_warm = model == "tiny" and (asked.get("engine") in ELASTIC_ENGINES or _tiny_recipe(asked)[0] == "warm")
     return RECIPE_NAMES if has_warm else RECIPE_NAMES[1:]
 
 
@@ -123,7 +124,7 @@ def _tiny_recipe(asked: Mapping[str, Any]) -> tuple[str, str | None]:
     """Return the recipe of tiny: with a warm start, or without one and the thing `asked` for that rules it out."""
     reasons = {
         "mode = data-parallel averages at every step": asked.get("mode") == "data-parallel",
-        "in a swarm the others would wait for a warm start": asked.get("engine") == "swarm",
+        "in a swarm or a bucket the others would wait for a warm start": asked.get("engine") in ELASTIC_ENGINES,
         f"ranks = {asked.get('ranks')} has no warm start": str(asked.get("ranks", "1")) != "1",
         "compute.precision = fp16 has no warm start": asked.get("compute.precision") == "fp16",
         "sync.asynchronous has no warm start": str(asked.get("sync.asynchronous", "false")).lower() != "false",

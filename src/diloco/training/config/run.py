@@ -29,6 +29,7 @@ from diloco.swarm.config import SwarmConfig
 from diloco.version import __version__
 
 _CHECKPOINT_STEPS = 50  # between checkpoints, at least, if no interval is given
+ELASTIC_ENGINES = ("swarm", "bucket")
 SINK_NAMES = ("tensorboard", "wandb", "trackio")  # their classes are in sinks/registry.py
 
 
@@ -168,8 +169,11 @@ class RunConfig:
     """Inner steps of each worker."""
     mode: Literal["diloco", "data-parallel"] = "diloco"
     """data-parallel averages gradients at every step: the baseline, with the same model, data and byte counting."""
-    engine: Literal["torch_distributed", "swarm"] = "torch_distributed"
-    """A fixed set of workers, or a swarm that others join (`diloco join`) and leave."""
+    engine: Literal["torch_distributed", "swarm", "bucket"] = "torch_distributed"
+    """A fixed set of workers, or ones that others join (`diloco join`) and leave: in a swarm, or in a bucket."""
+    bucket: str | None = option(None, may_change=True, may_differ="always")
+    """Where the workers of engine = bucket meet: s3://BUCKET/RUN, gs://BUCKET/RUN, az://CONTAINER/RUN or
+    file:///FOLDER/RUN, on a disk that all of them share."""
     backend: Literal["gloo", "nccl"] = option("gloo", may_change=True, may_differ="always")
     """What carries the outer gradients; nccl needs a CUDA device for each worker."""
     seed: int = 0
@@ -232,6 +236,11 @@ class RunConfig:
             self._check_asynchronous()
 
     @property
+    def elastic(self) -> bool:
+        """Whether workers join and leave while others train."""
+        return self.engine in ELASTIC_ENGINES
+
+    @property
     def sink_names(self) -> tuple[str, ...]:
         return () if self.sinks is None else tuple(name.strip() for name in self.sinks.split(","))
 
@@ -260,7 +269,7 @@ class RunConfig:
                 "compute.precision = fp16 has a loss scale for each worker, whose gradients cannot be averaged as they "
                 "are: use bf16 or fp32 in mode data-parallel"
             )
-        if self.compute.precision == "fp16" and self.sync.warm_start and self.engine != "swarm":
+        if self.compute.precision == "fp16" and self.sync.warm_start and not self.elastic:
             raise ConfigError(
                 f"compute.precision = fp16 has a loss scale for each worker, and sync.warm_start = "
                 f"{self.sync.warm_start} averages gradients: use bf16 or fp32, or leave the warm start out"
@@ -316,8 +325,8 @@ class RunConfig:
 
     def _check_asynchronous(self) -> None:
         several = set(self.ranks.split(",")) != {"1"}
-        if self.engine == "swarm" or several:
-            given = f"ranks = {self.ranks}" if several else "engine = swarm"
+        if self.elastic or several:
+            given = f"ranks = {self.ranks}" if several else f"engine = {self.engine}"
             raise ConfigError(
                 f"sync.asynchronous = true and {given}: it is for a fixed set of workers of one rank, of which the "
                 "first holds the anchor; leave out one of the two (a swarm waits for slow workers no longer than "
@@ -329,28 +338,55 @@ class RunConfig:
                 f"leave out outer.optimizer = {self.outer.optimizer} and {', '.join(self.outer.course()) or 'the rest'}"
             )
 
+    def _check_bucket(self) -> None:
+        if self.engine != "bucket":
+            if self.bucket is not None:
+                raise ConfigError(f"bucket = {self.bucket} is where the workers of engine = bucket meet: add it")
+            return
+        if self.bucket is None:
+            raise ConfigError("engine = bucket needs the place where the workers meet: add --bucket s3://BUCKET/RUN")
+        if "://" not in self.bucket:
+            raise ConfigError(
+                f"bucket = {self.bucket} must be s3://BUCKET/RUN, gs://BUCKET/RUN, az://CONTAINER/RUN or "
+                "file:///FOLDER/RUN"
+            )
+        if self.port is not None:
+            raise ConfigError(f"port = {self.port} has no effect with engine = bucket: leave it out")
+        for name, default in asdict(SwarmConfig()).items():
+            if name not in ("min_workers", "patience") and getattr(self.swarm, name) != default:
+                raise ConfigError(f"swarm.{name} = {getattr(self.swarm, name)} is for engine = swarm: leave it out")
+
     def _check_engine(self) -> None:
-        """Refuse what a swarm cannot do, and options that only a swarm has."""
+        """Refuse what a swarm or a bucket cannot do, and options that only they have."""
         if self.engine != "swarm":
             for name in ("host", "announce"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"{name} = {getattr(self, name)} is for a swarm: add --engine swarm")
+        self._check_bucket()
+        if not self.elastic:
             return
         if self.mode != "diloco":
-            raise ConfigError(f"mode = {self.mode} averages among a fixed set of workers: leave out engine = swarm")
+            raise ConfigError(
+                f"mode = {self.mode} averages among a fixed set of workers: leave out engine = {self.engine}"
+            )
         if self.sync.warm_start >= self.steps:
             raise ConfigError(
-                f"sync.warm_start = {self.sync.warm_start}: in a swarm one worker takes these steps alone, and with "
-                f"steps = {self.steps} none would be left for the others; lower it or raise steps"
+                f"sync.warm_start = {self.sync.warm_start}: with engine = {self.engine} one worker takes these steps "
+                f"alone, and with steps = {self.steps} none would be left for the others; lower it or raise steps"
             )
         if set(self.ranks.split(",")) != {"1"}:
+            if self.engine == "bucket":
+                raise ConfigError(
+                    f"ranks = {self.ranks}: with engine = bucket a worker has one rank; start a worker for each device "
+                    "(--workers)"
+                )
             refuse_by_ranks_in_a_swarm(self.sync)
         if self.backend != "gloo":
-            raise ConfigError(f"backend = {self.backend} has no effect with engine = swarm: leave it out")
+            raise ConfigError(f"backend = {self.backend} has no effect with engine = {self.engine}: leave it out")
         if self.data.partition != "iid":
             raise ConfigError(
-                f"data.partition = {self.data.partition} weighs each worker by its part of the text, and in a swarm "
-                "the parts change hands: use iid"
+                f"data.partition = {self.data.partition} weighs each worker by its part of the text, and with engine = "
+                f"{self.engine} the parts change hands: use iid"
             )
         if self.port is not None and self.port + self.workers - 1 > 65535:
             raise ConfigError(f"port = {self.port} with {self.workers} workers, a port each, goes beyond 65535")
@@ -444,7 +480,7 @@ class RunConfig:
         `model` describes the built model: its name may be a path, which is one machine's own. In a swarm
         `corpus_digest` is of the text that is shared out, also for a worker that brings its own.
         """
-        swarm = self.engine == "swarm"
+        swarm = self.elastic
         common = {
             key: value
             for key, value in self.values().items()

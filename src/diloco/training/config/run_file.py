@@ -429,7 +429,7 @@ def to_toml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str
     """Return a run file that gives this configuration. TOML has no null: a key that is None is "none" or left out."""
     lines: list[str] = []
     for table, section in sections(config).items():
-        unused = table == "swarm" and config.engine != "swarm"  # explained, but not set: it would have no effect
+        unused = table == "swarm" and not config.elastic  # explained, but not set: it would have no effect
         if unused and not comments:
             continue
         lines += ["", f"[{table}]"] if table else []

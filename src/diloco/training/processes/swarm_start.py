@@ -96,6 +96,11 @@ class SwarmWorkers(WayToStart):
         check_seats(swarm, names)
         if may_invite(swarm):
             give_seats(swarm, names, config.swarm.invitation_days, time.time())
+        return self.run_workers(folder, observer)
+
+    def run_workers(self, folder: Path, observer: Observer) -> EndedRun:
+        """Run this machine's workers, each of which is started again if it dies."""
+        config = self.config
         own = None if self.texts.own is None else self.texts.own.folder
         shared = self.texts.shared.folder
         ranks_of_workers = config.ranks_of_workers()

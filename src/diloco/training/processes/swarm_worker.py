@@ -1,4 +1,4 @@
-"""A worker process of a swarm: joins the swarm or starts it, builds its training, runs it, and leaves."""
+"""A worker process of a swarm, or of a bucket: joins the run or begins it, builds its training, runs it, and leaves."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import CheckpointError, EngineError
 from diloco.history.events import Emit, RenumberedEvent, SwarmEvent, WarmStartEvent, make_event
 from diloco.history.log import EventLog, NoEvents
-from diloco.swarm.engine import SwarmEngine
 from diloco.swarm.network.listening import choose_port
 from diloco.swarm.protocol.status import RunStatus
 from diloco.swarm.run_files import SWARM_FOLDER
@@ -37,6 +36,11 @@ from diloco.training.processes.worker import START_SECONDS, check_devices, devic
 from diloco.training.records.run_description import RUN_JSON
 from diloco.training.sizes.estimate import emit_sizes, sharing
 from diloco.training.swarm.training import SwarmTraining
+
+if TYPE_CHECKING:
+    from diloco.bucket.engine import BucketEngine
+    from diloco.bucket.settings import BucketSettings
+    from diloco.swarm.engine import SwarmEngine
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +86,28 @@ def settings_of(config: RunConfig, slot: SwarmSlot) -> Settings:
         minority_seconds=60.0 * swarm.minority_minutes,
         timeout_seconds=config.sync.timeout_seconds,
         refusals_to_ban=swarm.refusals_to_ban,
-        label=platform.node()[:48] + (f"/{slot.index}" if len(slot.ranks_of_workers) > 1 else ""),
+        label=_label(slot),
     )
+
+
+def bucket_settings_of(config: RunConfig, slot: SwarmSlot) -> "BucketSettings":
+    """Return the settings of this worker's engine in a bucket."""
+    from diloco.bucket.engine import settings_for
+
+    assert config.bucket is not None
+    return settings_for(
+        config.bucket,
+        slot.run_folder.absolute() / SWARM_FOLDER,
+        name=slot.name,
+        label=_label(slot),
+        timeout_seconds=config.sync.timeout_seconds,
+        patience=config.swarm.patience,
+    )
+
+
+def _label(slot: SwarmSlot) -> str:
+    """Return the name of this worker in `diloco status`."""
+    return platform.node()[:48] + (f"/{slot.index}" if len(slot.ranks_of_workers) > 1 else "")
 
 
 class SwarmEvents:
@@ -133,9 +157,9 @@ def _train(config: RunConfig, slot: SwarmSlot, stopped: threading.Event) -> None
         Corpus.open(slot.corpus_folder, allow_missing_shards=True), own, slot.index, len(slot.ranks_of_workers)
     )
     swarm_events = SwarmEvents()
-    engine: SwarmEngine | FirstRankEngine
+    engine: SwarmEngine | BucketEngine | FirstRankEngine
     if slot.ranks == 1:
-        engine = SwarmEngine(settings_of(config, slot), on_event=swarm_events)
+        engine = _engine(config, slot, swarm_events)
     else:
         engine = _join_together(config, slot, swarm_events)
     try:
@@ -149,6 +173,8 @@ def _train(config: RunConfig, slot: SwarmSlot, stopped: threading.Event) -> None
 
 def _join_together(config: RunConfig, slot: SwarmSlot, swarm_events: SwarmEvents) -> FirstRankEngine:
     """Meet the other ranks of this worker, of which the first joins the swarm."""
+    from diloco.swarm.engine import SwarmEngine
+
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = FileStore(str(slot.rendezvous), slot.ranks)
     join(str(slot.rendezvous), meeting, slot.rank, slot.ranks, START_SECONDS)
@@ -159,11 +185,22 @@ def _join_together(config: RunConfig, slot: SwarmSlot, swarm_events: SwarmEvents
     )
 
 
+def _engine(config: RunConfig, slot: SwarmSlot, events: SwarmEvents) -> "SwarmEngine | BucketEngine":
+    """Return the engine of this worker, in the swarm or bucket of the run; its packages are those of an extra."""
+    if config.engine == "bucket":
+        from diloco.bucket.engine import BucketEngine
+
+        return BucketEngine(bucket_settings_of(config, slot), on_event=events)
+    from diloco.swarm.engine import SwarmEngine
+
+    return SwarmEngine(settings_of(config, slot), on_event=events)
+
+
 def _train_as_member(
     config: RunConfig,
     slot: SwarmSlot,
     texts: WorkerTexts,
-    engine: SwarmEngine | FirstRankEngine,
+    engine: "SwarmEngine | BucketEngine | FirstRankEngine",
     log: EventLog,
     device: torch.device,
     swarm_events: SwarmEvents,

@@ -126,7 +126,7 @@ def _how(summary: Summary, options: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if summary["mode"] == "diloco":
         if options.get("sync.warm_start"):
-            how = "by one worker alone" if summary.get("engine") == "swarm" else "data-parallel"
+            how = "by one worker alone" if summary.get("engine") in ("swarm", "bucket") else "data-parallel"
             rows.append(("warm start", f"the first {_number(options['sync.warm_start'])} steps {how}"))
         rows.append(("inner steps between rounds (H)", _between_rounds(summary, options)))
         rows.append(("outer optimizer", _outer(options)))

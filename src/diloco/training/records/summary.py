@@ -39,12 +39,12 @@ _ADDED_LATER = frozenset(
 
 def summarize(config: RunConfig, history: RunHistory, error: str | None = None) -> Summary:
     """Return the numbers of a run, from the events so far; what a resume took back is not counted."""
-    figures = RunFigures(history, elastic=config.engine == "swarm")
+    figures = RunFigures(history, elastic=config.elastic)
     started = history.started
     ends = [worker.ended for _, worker in sorted(history.workers.items()) if worker.ended is not None]
     spokesman = max(ends, key=lambda end: (isinstance(end, WorkerFinishedEvent), -end.worker), default=None)
     finished = isinstance(spokesman, WorkerFinishedEvent)
-    if error is None and config.engine != "swarm":  # in a swarm the others train on
+    if error is None and not config.elastic:  # in a swarm the others train on
         error = _bad_loss(history.latest_start.bad_loss)
     began = started is not None or spokesman is not None  # else, without an error: stopped before the first step
     if error is None and began and not finished:
@@ -54,7 +54,7 @@ def summarize(config: RunConfig, history: RunHistory, error: str | None = None) 
     numbers = _numbers(config, history, members, steps)
     compared_steps = max(steps.values(), default=0)
     compared_workers = numbers["workers"]
-    if config.engine == "swarm":
+    if config.elastic:
         numbers |= _swarm_numbers(history, spokesman)
         compared_steps = _steps_of_bytes(history)
         compared_workers = figures.usual_workers
@@ -99,7 +99,7 @@ def _numbers(
     reported_bytes = [report.bytes_sent or 0 for report in reports]
     logged_bytes = [worker.progress.bytes_sent for worker in (history.workers | history.left_out).values()]
     tokens = (sum(steps.values()) - history.steps_not_taken()) * history.tokens_per_step
-    if config.sync.dynamic_steps and config.engine != "swarm":  # positions in the schedule are not steps
+    if config.sync.dynamic_steps and not config.elastic:  # positions in the schedule are not steps
         tokens = _own_tokens(history, members)
     return {
         "workers": workers,

@@ -225,7 +225,7 @@ def _sent(vector: EncodedVector, workers: int) -> int:
 
 def warm_start_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
     """Return the bytes that a worker sends in all steps of the warm start."""
-    if workers == 1 or not config.sync.warm_start or config.engine == "swarm":  # a swarm's is one worker's alone
+    if workers == 1 or not config.sync.warm_start or config.elastic:  # a swarm's is one worker's alone
         return 0
     numel = sum(torch.Size(shape).numel() for shape in shapes.values())
     vector = EncodedVector(codec(config.sync.gradient_codec), PartLayout(numel), torch.device("meta"))

@@ -111,10 +111,10 @@ def process_memory(
 def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement, averaged: int) -> list[MemoryRow]:
     """Return what averaging needs: anchors and what is kept beside them, and what travels."""
     sync = config.sync
-    swarm = config.engine == "swarm"
     copy = _FP32 * averaged
+    swarm = config.engine == "swarm"
     vectors = encoded_vectors(config, shapes, 1 if swarm else place.ranks)  # in a swarm every rank has the bytes of all
-    moments = [] if place.alone and not swarm else moments_vectors(config, shapes)
+    moments = [] if place.alone and not config.elastic else moments_vectors(config, shapes)
     encoded = sum(
         vector.num_bytes + (0 if vector.mean is vector else vector.mean.num_bytes) for vector in vectors + moments
     )
@@ -132,7 +132,7 @@ def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement,
             # Once more while it is saved, and what arrives for it.
             MemoryRow(ANCHOR_OF_WORKER_0, 2 * anchor_copies(config) * copy + encoded * place.workers),
         ]
-    if not place.alone or swarm or not lossless or not sync.merges_at_once or sync.prune is not None:
+    if not place.alone or config.elastic or not lossless or not sync.merges_at_once or sync.prune is not None:
         rows += [
             MemoryRow("encoded outer gradient", encoded, when="rounds"),
             MemoryRow("error feedback of the round in flight", kept["error feedback"], when="rounds"),
@@ -140,11 +140,11 @@ def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement,
         if sync.overlap_steps and not place.cuda and place.ranks == 1:  # outer/background.py
             largest = max(vector.layout.numel for vector in vectors)
             rows.append(MemoryRow("parameters and anchor of the round in flight", 2 * _FP32 * largest))
-        if swarm:
+        if config.engine == "swarm":
             rows.append(MemoryRow("shared with the network process", 2 * encoded))
         if moments:
             rows.append(MemoryRow("second moments, decoded", _FP32 * moments[0].layout.numel, when="rounds"))
-        if sync.warm_start and not place.alone and not swarm:  # as in data-parallel training
+        if sync.warm_start and not place.alone and not config.elastic:  # as in data-parallel training
             rows.append(MemoryRow("encoded and decoded gradient of the warm start", whole_gradient))
     return [row for row in rows if row.bytes]
 
