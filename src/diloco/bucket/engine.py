@@ -24,7 +24,7 @@ from diloco.bucket.node import Node
 from diloco.bucket.records import Encoding
 from diloco.bucket.rounds import EndedRound, PostedRound
 from diloco.bucket.settings import BucketSettings
-from diloco.bucket.store import ObjectStore, Store, StoreUnavailable, check_installed
+from diloco.bucket.store import ObjectStore, Store, StoreUnavailable, check_installed, let_threads_end
 from diloco.codecs.encoded import EncodedVector
 from diloco.core.merging import diverged
 from diloco.engines.base import Engine, PendingRound
@@ -101,6 +101,7 @@ class BucketEngine(Engine):
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop_ends.set)
         self._thread.join(_LEAVE_SECONDS)
+        let_threads_end()
 
     # Members
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ _REQUEST_SECONDS = 120.0
 """A single request is repeated, or given up, after this time: no request but `put` moves more than a few MiB."""
 _PART_BYTES, _PARTS_AT_ONCE = 1 << 23, 4
 """A large object is sent in parts of this size, so many at a time."""
+_THREAD_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 10.0
 
 
@@ -193,6 +195,15 @@ class ObjectStore(Store):
 
 def _first_line(problem: BaseException) -> str:
     return (str(problem).strip() or type(problem).__name__).splitlines()[0][:300]
+
+
+def let_threads_end() -> None:
+    """Wait for a moment after the last request, before the process may end.
+
+    A thread of obstore that has just given an answer and still waits for the interpreter's lock when Python ends aborts
+    the process (seen with obstore 0.12 on Python 3.11).
+    """
+    time.sleep(_THREAD_SECONDS)
 
 
 def check_installed() -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco.bucket.files import fetch_file, put_files
-from diloco.bucket.store import ObjectStore, PatientStore, Store, StoreUnavailable, check_installed, check_store
+from diloco.bucket.store import (
+    ObjectStore,
+    PatientStore,
+    Store,
+    StoreUnavailable,
+    check_installed,
+    check_store,
+    let_threads_end,
+)
 from diloco.errors import EngineError
 
 if TYPE_CHECKING:
@@ -64,3 +72,5 @@ class BucketVisit:
             return asyncio.run(patiently())
         except StoreUnavailable as problem:
             raise EngineError(f"{self.url} cannot be reached: {problem}") from problem
+        finally:
+            let_threads_end()
