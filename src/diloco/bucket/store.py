@@ -227,7 +227,10 @@ def _open(url: str, options: "dict[str, Any]") -> "AnyStore":
                 raise ConfigError(f"bucket = {url}: a folder is named by its whole path, file:///mnt/share/run")
             folder.mkdir(parents=True, exist_ok=True)
             return LocalStore(folder)
-        client = {"timeout": f"{_REQUEST_SECONDS:.0f} seconds", **options.get("client_options", {})}
+        client = {"timeout": f"{_REQUEST_SECONDS:.0f} seconds"}
+        if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1"):  # not heard beside other client options
+            client["allow_http"] = "true"
+        client |= options.get("client_options", {})
         return from_url(url, **{**options, "client_options": client})
     except (exceptions.BaseError, OSError, ValueError) as problem:
         raise ConfigError(

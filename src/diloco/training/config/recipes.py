@@ -124,7 +124,7 @@ def _tiny_recipe(asked: Mapping[str, Any]) -> tuple[str, str | None]:
     """Return the recipe of tiny: with a warm start, or without one and the thing `asked` for that rules it out."""
     reasons = {
         "mode = data-parallel averages at every step": asked.get("mode") == "data-parallel",
-        "in a swarm or a bucket the others would wait for a warm start": asked.get("engine") in ELASTIC_ENGINES,
+        "in a swarm the others would wait for a warm start": asked.get("engine") in ELASTIC_ENGINES,
         f"ranks = {asked.get('ranks')} has no warm start": str(asked.get("ranks", "1")) != "1",
         "compute.precision = fp16 has no warm start": asked.get("compute.precision") == "fp16",
         "sync.asynchronous has no warm start": str(asked.get("sync.asynchronous", "false")).lower() != "false",
