@@ -8,7 +8,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from diloco.bucket.engine import BucketEngine
     from diloco.bucket.settings import BucketSettings
     from diloco.swarm.engine import SwarmEngine
+
+    Membership = SwarmEngine | BucketEngine
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +159,7 @@ def _train(config: RunConfig, slot: SwarmSlot, stopped: threading.Event) -> None
         Corpus.open(slot.corpus_folder, allow_missing_shards=True), own, slot.index, len(slot.ranks_of_workers)
     )
     swarm_events = SwarmEvents()
-    engine: SwarmEngine | BucketEngine | FirstRankEngine
+    engine: Membership | FirstRankEngine
     if slot.ranks == 1:
         engine = _engine(config, slot, swarm_events)
     else:
@@ -185,7 +187,7 @@ def _join_together(config: RunConfig, slot: SwarmSlot, swarm_events: SwarmEvents
     )
 
 
-def _engine(config: RunConfig, slot: SwarmSlot, events: SwarmEvents) -> "SwarmEngine | BucketEngine":
+def _engine(config: RunConfig, slot: SwarmSlot, events: SwarmEvents) -> "Membership":
     """Return the engine of this worker, in the swarm or bucket of the run; its packages are those of an extra."""
     if config.engine == "bucket":
         from diloco.bucket.engine import BucketEngine
@@ -200,13 +202,12 @@ def _train_as_member(
     config: RunConfig,
     slot: SwarmSlot,
     texts: WorkerTexts,
-    engine: "SwarmEngine | BucketEngine | FirstRankEngine",
+    engine: "Membership | FirstRankEngine",
     log: EventLog,
     device: torch.device,
     swarm_events: SwarmEvents,
 ) -> None:
-    swarm = engine if isinstance(engine, SwarmEngine) else engine.first
-    assert swarm is None or isinstance(swarm, SwarmEngine)
+    swarm = cast("Membership | None", engine.first) if isinstance(engine, FirstRankEngine) else engine
     founded, start = _agree_on_start(slot, texts, swarm, engine.ranks, log, swarm_events)
     cores = SharedCores(torch.set_num_threads, log.emit, fixed=_chosen_threads(config), folder=registry())
     cores.begin(slot.processes)
@@ -236,7 +237,7 @@ def _train_as_member(
 def _agree_on_start(
     slot: SwarmSlot,
     texts: WorkerTexts,
-    swarm: SwarmEngine | None,
+    swarm: "Membership | None",
     ranks: WorkerRanks,
     log: EventLog,
     swarm_events: SwarmEvents,
@@ -270,7 +271,7 @@ def _folder_of(start: Start) -> str:
 
 
 def _wait_for_warm_start(
-    engine: SwarmEngine | FirstRankEngine, swarm: SwarmEngine | None, steps: int, emit: Emit
+    engine: "Membership | FirstRankEngine", swarm: "Membership | None", steps: int, emit: Emit
 ) -> None:
     def wait() -> None:
         assert swarm is not None
