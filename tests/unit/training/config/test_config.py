@@ -12,7 +12,7 @@ from diloco.data.config import DataConfig
 from diloco.errors import ConfigError
 from diloco.training.config.recipes import RECIPES
 from diloco.training.config.run import InnerConfig, RunConfig, TrainingConfig
-from diloco.training.config.run_file import ALIASES, known_keys, merge, recipe_line, sections
+from diloco.training.config.run_file import ALIASES, known_keys, merge, recipe_line, sections, to_toml
 
 
 @pytest.fixture(autouse=True)
@@ -510,3 +510,27 @@ def test_the_prompt_of_the_sample_fits_the_text(
     given = [] if source is None else [f"--data.source={source}"]
     assert resolved(*given).training.sample_prompt == prompt
     assert resolved(*given, "--training.sample_prompt=Once").training.sample_prompt == "Once"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (["--engine=bucket"], "needs the place where the workers meet"),
+        (["--bucket=s3://a/b"], "is where the workers of engine = bucket meet"),
+        (["--engine=bucket", "--bucket=a/b"], "must be s3://BUCKET/RUN"),
+        (["--engine=bucket", "--bucket=s3://a/b", "--port=4000"], "port = 4000 has no effect with engine = bucket"),
+        (["--engine=bucket", "--bucket=s3://a/b", "--swarm.quorum=any"], "swarm.quorum = any is for engine = swarm"),
+        (["--engine=bucket", "--bucket=s3://a/b", "--ranks=2"], "with engine = bucket a worker has one rank"),
+        (["--engine=bucket", "--bucket=s3://a/b", "--mode=data-parallel"], "leave out engine = bucket"),
+    ],
+)
+def test_options_that_do_not_fit_a_bucket_are_refused_with_the_reason(
+    tokens: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reason in complaint(capsys, *tokens)
+
+
+def test_a_run_in_a_bucket_begins_with_one_worker_and_its_run_file_gives_it_again(tmp_path: Path) -> None:
+    config = resolved("--engine=bucket", "--bucket=s3://a/b", "--swarm.min_workers=2")
+    assert config.workers == 1 and config.elastic
+    assert resolved(str(run_file(tmp_path, to_toml(config)))) == config
