@@ -97,10 +97,10 @@ def unpack(reported: bytes) -> list[float]:
 def pair_cosines(values: Sequence[Tensor]) -> list[float]:
     """Compute the cosine of every pair, in the order of `combinations`; 0 where one of the two is 0."""
     rows = torch.stack([value.reshape(-1) for value in values]).double()
-    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    rows = torch.where(lengths > 0, rows / lengths.clamp_min(1e-300), 0.0)
     products = rows @ rows.T
-    return [float(products[i, j].clamp(-1, 1)) for i, j in combinations(range(len(values)), 2)]
+    lengths = products.diagonal().sqrt().clamp_min(1e-300)  # of a row of zeros all products are 0
+    cosines = (products / lengths / lengths[:, None]).clamp(-1, 1).tolist()
+    return [cosines[i][j] for i, j in combinations(range(len(values)), 2)]
 
 
 # Which contributions are refused for it
