@@ -102,6 +102,17 @@ def test_a_worker_of_several_ranks_is_started_again_as_a_whole_when_one_of_them_
     assert "rank 1 of local worker 0 ended" in machine.said[0]
 
 
+def test_where_the_ranks_of_a_swarm_s_worker_have_met_is_not_left_in_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, [0], [0], ranks=2)
+    (slot, _) = machine.workers.workers[0].locals
+    assert isinstance(slot, SwarmSlot)
+    slot.rendezvous.touch()
+    machine.run()
+    assert not slot.rendezvous.exists()
+
+
 def test_the_reason_of_a_worker_of_several_ranks_is_that_of_the_rank_which_knows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

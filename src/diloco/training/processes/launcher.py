@@ -381,6 +381,11 @@ class StartAgain(RestartPolicy):
         never_joined = code > 0 and not joined.exists()
         return never_joined or any(other.code == LOSS_CODE for other in self.workers)
 
+    def close(self) -> None:
+        for worker in self.workers:
+            assert isinstance(worker.local, SwarmSlot)
+            worker.local.rendezvous.unlink(missing_ok=True)
+
     def run_error(self, stop_requests: int) -> Exception | None:
         """Return None if one worker has succeeded, and otherwise the first worker's error."""
         if stop_requests > 1:
