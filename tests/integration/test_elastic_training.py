@@ -1,21 +1,26 @@
 """Whole training runs of workers that come and go, in threads over an elastic engine without a network."""
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from diloco.data.corpus import Corpus
+from diloco.engines.worker_ranks import WorkerRanks
 from diloco.errors import EngineError, Excluded, LossNotFinite
 from diloco.history.rounds import REPORTED_PHASES
 from diloco.training.config.run import RunConfig, TrainingConfig
 from diloco.training.loop import Training
 from diloco.training.records.summary import data_parallel_bytes, summarize
+from diloco.training.swarm.peers import CUT_OFF_SECONDS
 from support.elastic_training import STEPS, Swarm, joins_at, make_run
 from support.event_log import history_of, read_events
 from support.saved_runs import quick_runs
+from support.thread_ranks import on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +213,30 @@ def test_rounds_that_fail_while_cut_off_end_nothing_but_broken_numbers_do(
     monkeypatch.setattr("diloco.training.swarm.peers.CUT_OFF_SECONDS", -1.0)
     with pytest.raises(EngineError, match=r"diloco doctor.*--resume"):
         peers.check_progress(["no network"] * 3, 2.0)
+
+
+def test_all_ranks_of_a_worker_that_is_cut_off_for_too_long_give_up_at_the_same_step(
+    made: tuple[RunConfig, Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock of one rank it is an hour, by that of the other not yet."""
+    swarm = Swarm(made, tmp_path)
+    peers = [swarm.worker(worker).peers for worker in (0, 1)]
+    clock = threading.local()
+    time = SimpleNamespace(monotonic=lambda: getattr(clock, "now", 1.0))
+    monkeypatch.setattr("diloco.training.swarm.peers.time", time)
+
+    def gives_up(ranks: WorkerRanks) -> bool:
+        mine = peers[ranks.rank]
+        mine._engine.ranks = ranks  # type: ignore[attr-defined]
+        mine.check_progress(["no network"], None)
+        clock.now = CUT_OFF_SECONDS + (1.5 if ranks.rank else 0.5)
+        try:
+            mine.check_progress(["no network"] * 3, None)
+        except EngineError:
+            return True
+        return False
+
+    assert on_ranks(2, gives_up) == [True, True]
 
 
 def test_a_worker_that_the_swarm_has_excluded_ends_with_the_reason(

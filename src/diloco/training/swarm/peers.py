@@ -371,7 +371,9 @@ class SwarmPeers(Peers):
             return
         self._failing_since = self._failing_since or time.monotonic()
         seconds = time.monotonic() - self._failing_since
-        if len(failures) >= FAILURES_IN_A_ROW and seconds > CUT_OFF_SECONDS:
+        if len(failures) < FAILURES_IN_A_ROW:
+            return
+        if self._engine.ranks.any(seconds > CUT_OFF_SECONDS):  # each has a clock, and they must end together
             raise EngineError(
                 f"no round has succeeded for {seconds / 60:.0f} minutes ({len(failures)} have failed, the last "
                 f"because: {failures[-1]}). Check the network ({command('doctor')}) and continue with "
