@@ -66,6 +66,17 @@ def hold_as_worker(folder: Path) -> Callable[[], None]:
     return partial(os.close, file)
 
 
+def hold_alone(path: Path) -> Callable[[], None] | None:
+    """Hold the lock of this file, as long as this process lives or until the returned function is called; None if
+    another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    if not _locked(file, fcntl.LOCK_EX, _LOOK_SECONDS):
+        os.close(file)
+        return None
+    return partial(os.close, file)
+
+
 def _locked(file: int, kind: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while True:

@@ -31,6 +31,7 @@ from diloco.engines.base import Engine, PendingRound
 from diloco.engines.header import check_same_layout, pack
 from diloco.engines.rounds import Contribution, GlobalState, Member, RoundKey, RoundResult
 from diloco.errors import ConfigError, EngineError, RoundFailed
+from diloco.run_lock import hold_alone
 from diloco.swarm.protocol.status import RunStatus
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,14 @@ class BucketEngine(Engine):
         self._joined = False
         self.leave_deadline = math.inf
         self._store = store
+        lock = settings.folder / f"{settings.name}.lock"
+        release = hold_alone(lock)
+        if release is None:
+            raise ConfigError(
+                f"another process is worker {settings.name!r} of {settings.folder} ({lock} is held): give each worker "
+                "of a machine a name, or a folder, of its own"
+            )
+        self._release = release
         self._loop = asyncio.new_event_loop()
         self._loop_ends = asyncio.Event()
         self._node = Node(store, settings, self._emit, self._loop.time)
@@ -102,6 +111,7 @@ class BucketEngine(Engine):
         self._loop.call_soon_threadsafe(self._loop_ends.set)
         self._thread.join(_LEAVE_SECONDS)
         let_threads_end()
+        self._release()
 
     # Members
 

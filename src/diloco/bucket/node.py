@@ -169,7 +169,7 @@ class Node:
         while True:
             await asyncio.sleep(self._settings.beat_seconds)
             try:
-                await self.members.beat(self._store)
+                await self.members.beat(self._patient(self._settings.beat_seconds))
                 await self._write_state_if_due()  # there was none to give before, perhaps
             except StoreUnavailable as problem:
                 logger.warning("the others do not hear of this worker now: %s", problem)
