@@ -575,6 +575,17 @@ def test_a_swarm_moves_every_part_once_to_its_reducer_and_once_back(workers: int
     assert sent == got or sent > 1.05 * total, "nothing is lost within one attempt"
 
 
+@pytest.mark.slow
+@over_workers
+def test_in_a_bucket_every_part_is_written_once_by_each_contributor_and_once_as_the_mean(workers: int) -> None:
+    """Beside them are the posts and the plan. On a busy machine a range of the mean may be written in vain."""
+    vector = EncodedVector(codec("int8"), PartLayout(NUMEL))
+    sent = sum(sent for sent, _ in answers("bucket", workers, "traffic"))
+    written = workers * vector.num_bytes + vector.mean.num_bytes
+    beside = workers * (workers + 1) * 2048
+    assert written <= sent <= written + (workers - 1) * vector.mean.num_bytes + beside
+
+
 @over_fixed_engines
 @several_workers
 def test_workers_that_train_something_else_are_told_so_on_every_worker(engine: str, workers: int) -> None:

@@ -211,15 +211,17 @@ def round_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) ->
     if config.sync.asynchronous and config.mode == "diloco":  # to worker 0, which sends anchors in fp32 back
         return sum(vector.num_bytes for vector in vectors) + HEADER_BYTES
     headers = (len(vectors) + len(moments)) * HEADER_BYTES * (workers - 1)
-    return sum(_sent(vector, workers) for vector in vectors) + headers
+    return sum(_sent(config, vector, workers) for vector in vectors) + headers
 
 
 def second_moment_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: int) -> int:
     """Return the bytes that a worker sends besides, in a round that averages second moments."""
-    return 0 if workers == 1 else sum(_sent(vector, workers) for vector in moments_vectors(config, shapes))
+    return 0 if workers == 1 else sum(_sent(config, vector, workers) for vector in moments_vectors(config, shapes))
 
 
-def _sent(vector: EncodedVector, workers: int) -> int:
+def _sent(config: RunConfig, vector: EncodedVector, workers: int) -> int:
+    if config.engine == "bucket":  # the whole vector, and a range of the mean
+        return vector.num_bytes + -(-vector.mean.num_bytes // workers)
     return max(traffic(vector, workers, worker)[0] for worker in (0, workers - 1))
 
 
@@ -229,7 +231,7 @@ def warm_start_bytes(config: RunConfig, shapes: Mapping[str, Shape], workers: in
         return 0
     numel = sum(torch.Size(shape).numel() for shape in shapes.values())
     vector = EncodedVector(codec(config.sync.gradient_codec), PartLayout(numel), torch.device("meta"))
-    return config.sync.warm_start * (_sent(vector, workers) + HEADER_BYTES * (workers - 1))
+    return config.sync.warm_start * (_sent(config, vector, workers) + HEADER_BYTES * (workers - 1))
 
 
 def bits_per_second(text: str) -> float:

@@ -140,6 +140,9 @@ def _averaging(config: RunConfig, shapes: Mapping[str, Shape], place: Placement,
         if sync.overlap_steps and not place.cuda and place.ranks == 1:  # outer/background.py
             largest = max(vector.layout.numel for vector in vectors)
             rows.append(MemoryRow("parameters and anchor of the round in flight", 2 * _FP32 * largest))
+        if config.engine == "bucket":
+            largest_mean = max(vector.mean.num_bytes for vector in vectors)
+            rows.append(MemoryRow("ranges of a mean, until all are there", largest_mean, when="rounds"))
         if config.engine == "swarm":
             rows.append(MemoryRow("shared with the network process", 2 * encoded))
         if moments:
