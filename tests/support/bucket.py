@@ -163,10 +163,10 @@ class MemoryStore(Store):
                 self.objects.by_name.pop(name, None)
 
 
-def post_of(worker: int, key: RoundKey, *, layout: str = "layout", weight: float = 1.0) -> Post:
+def post_of(worker: int, key: RoundKey, *, layout: str = "same", anchor: str = "same") -> Post:
     """A post of 12 parts, of which there are no data anywhere."""
     encoding = Encoding("fp32", 1024, 12)
-    header = pack(key, Contribution(None, weight, 1.0, "anchor", layout))  # type: ignore[arg-type]
+    header = pack(key, Contribution(None, 1.0, 1.0, anchor, layout))  # type: ignore[arg-type]
     return Post(worker, header, b"", f"{worker:016x}", encoding, (bytes(32),) * len(encoding.chunks()))
 
 

@@ -54,6 +54,10 @@ class UnusableData(Exception):
         self.author = author
 
 
+class RoundRemoved(Exception):
+    """The round is so old that it was removed while this worker was in it."""
+
+
 async def collect_mean(
     store: Store,
     settings: BucketSettings,
@@ -66,7 +70,7 @@ async def collect_mean(
     clock: Callable[[], float],
     seconds_since_plan: Callable[[], float],
 ) -> CollectedMean:
-    """Put the whole mean of a round into `out`, which may be the memory of `own_data`.
+    """Put the whole mean of a round into `out`, which may be the memory of `own_data`; raises RoundRemoved.
 
     `own_data`: the encoded contribution of worker `worker`, this one, if it is in memory.
     """
@@ -129,7 +133,8 @@ class _Mean:
                 continue
             waited = self._clock() - waiting_since
             await asyncio.sleep(rules.poll_seconds(waited, settings.least_poll_seconds, settings.most_poll_seconds))
-        await self._check_some()
+        if self._own_data is not None:  # a mean of earlier rounds was checked by those that were in them
+            await self._check_some()
         for index, mean in self._arrived.items():
             chunks = self._ranges[index]
             rows = out[chunks[0].start : chunks[-1].stop]
@@ -224,6 +229,10 @@ class _Mean:
         if not await self._store.create(name, content):
             there = await self._read_range_of_mean(index)
             content = content if there is None else bytes(there)
+        # Data that is gone may be that of a round which is removed as a whole: its plan goes first.
+        if await self._store.read_range(f"{round_prefix(self._plan.key)}plan", 0, 1) is None:
+            await self._store.delete([name])
+            raise RoundRemoved(f"round {self._plan.key.sequence} was removed")
         try:
             self._open(index, bytearray(content))
         except Malformed as problem:

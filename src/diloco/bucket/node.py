@@ -100,9 +100,11 @@ class Node:
         await self.rounds.close_given_up(store)
         states = await self.states.learn(store)
         if after is not None and (not states or after >= min(states)):
-            means = await self.rounds.means_from(store, after, self.most_state_bytes)
-            states = await self.states.learn(store)
-            if not states or after >= min(states):  # none of these rounds was removed meanwhile
+            try:
+                means = await self.rounds.means_from(store, after, self.most_state_bytes)
+            except Malformed as problem:  # a round was removed meanwhile, perhaps
+                logger.info("%s: the state is read instead of the means since round %d", problem, after)
+            else:
                 return self._state_of(GlobalState({}, {"sequence": after}, ""), means) if means else None
         while True:
             newest = await self._wait_for_state(store, deadline)
@@ -110,12 +112,11 @@ class Node:
                 record, tensors = await self.states.read(store, newest, self.most_state_bytes)
                 means = await self.rounds.means_from(store, newest, self.most_state_bytes)
             except (RoundFailed, Malformed):
-                if newest in await self.states.learn(store):
+                if newest == max(await self.states.learn(store), default=None) or self._clock() >= deadline:
                     raise
                 continue  # it was removed meanwhile: there are later ones
-            if newest in await self.states.learn(store):
-                state = GlobalState(tensors, record.numbers, record.layout_digest, note=record.note)
-                return self._state_of(state, means)
+            state = GlobalState(tensors, record.numbers, record.layout_digest, note=record.note)
+            return self._state_of(state, means)
 
     async def _wait_for_state(self, store: Store, deadline: float) -> int:
         """The newest state; the run's first worker may not have written one yet."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from diloco.bucket import rules
-from diloco.bucket.means import CollectedMean, collect_mean, memory_of
+from diloco.bucket.means import CollectedMean, RoundRemoved, collect_mean, memory_of
 from diloco.bucket.members import Emit, Members
 from diloco.bucket.records import (
     Encoding,
@@ -107,6 +107,8 @@ class Rounds:
             ended = await self._take_part(store, posted, started + posted.deadline_seconds)
         except StoreUnavailable as problem:
             ended = EndedRound(key, failure=f"the bucket cannot be reached: {problem}", resync=True)
+        except RoundRemoved as problem:
+            ended = EndedRound(key, failure=str(problem), resync=True)
         except Malformed as problem:  # what decides the round cannot be read: no worker has a mean of it
             ended = EndedRound(key, failure=f"its plan cannot be read: {problem}")
             self._given_up.discard(key)
@@ -156,9 +158,13 @@ class Rounds:
         """Whether there is a plan of this round, or was: the round is removed once there are two later states."""
         if await store.read_range(f"{round_prefix(key)}plan", 0, 1) is not None:
             return True
+        return key.fragment >= 0 and await self._has_state_after(store, key.sequence)
+
+    async def _has_state_after(self, store: Store, sequence: int) -> bool:
+        """Whether there is a state with this round in it, and so the round has ended."""
         names = [stored.name for stored in await store.list("states/")]
-        later = [sequence_of(name) for name in names if name.endswith("/record")]
-        return key.fragment >= 0 and any(sequence is not None and sequence > key.sequence for sequence in later)
+        states = [sequence_of(name) for name in names if name.endswith("/record")]
+        return any(state is not None and state > sequence for state in states)
 
     async def _collect(
         self, store: Store, plan: RoundPlan, made_at: float, own_data: Tensor | None, out: Tensor
@@ -307,8 +313,12 @@ class Rounds:
         for sequence in range(first, max(planned, default=-1) + 1):
             key = RoundKey(sequence, 0)
             if sequence not in planned:  # it was left open, by a worker that has died perhaps
+                if await self._has_ended(store, key):
+                    raise Malformed(f"round {sequence} was removed")
                 await self._close(store, sequence)
             means.append(await self._mean_of(store, key, planned.get(sequence, self._members.now()), most_bytes))
+        if await self._has_state_after(store, first + len(means)):
+            raise Malformed(f"rounds after round {first + len(means) - 1} were removed")
         return means
 
     async def _mean_of(
@@ -331,7 +341,10 @@ class Rounds:
             if most_bytes is not None and math.prod(shape) > most_bytes:
                 raise Malformed(f"the mean of round {key.sequence} is larger than this model")
             mean = torch.empty(shape, dtype=torch.uint8)
-            collected = await self._collect(store, plan, made_at, None, mean)
+            try:
+                collected = await self._collect(store, plan, made_at, None, mean)
+            except RoundRemoved as problem:
+                raise Malformed(str(problem)) from problem
             plan = collected.plan
         self.record_end(plan, made_at)
         return plan, mean if plan.has_mean else None

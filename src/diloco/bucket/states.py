@@ -118,7 +118,9 @@ class States:
             return
         for prefix in ("states/", "rounds/", "ends/"):  # also what writers that have died have left there
             numbered = {each.name: sequence_of(each.name) for each in await store.list(prefix)}
-            await store.delete([name for name, number in numbered.items() if number is not None and number < first])
+            expired = [name for name, number in numbered.items() if number is not None and number < first]
+            await store.delete([name for name in expired if name.endswith(("/plan", "/record"))])  # what all else is of
+            await store.delete([name for name in expired if not name.endswith(("/plan", "/record"))])
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:

@@ -335,3 +335,28 @@ def test_two_processes_cannot_be_the_same_worker() -> None:
     """A lock belongs to an open file, and so holds within a process too."""
     with LoopbackBucket(1, store=Faults()) as world:
         assert "another process is worker 'worker-0' of" in message(lambda: world.add(0), ConfigError)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_data_that_is_gone_is_left_out_but_not_if_the_whole_round_was_removed_meanwhile(removed: bool) -> None:
+    """A worker may stop for so long that its round is removed while it is in it: it must not end it alone then."""
+    faults = Faults()
+    with workers(1, faults, late_seconds=0.1) as world:
+        key = RoundKey(0, 0)
+        prefix = round_prefix(key)
+        faults.objects.by_name[f"{prefix}post/5"] = (encode(post_of(5, key)), time.time())
+
+        def before(request: str, name: str) -> None:
+            if removed and request == "read" and name.startswith(f"{prefix}data/5"):
+                faults.objects.by_name.pop(f"{prefix}plan", None)
+
+        faults.stores[0].before = before
+        (engine,) = world.engines
+        if removed:
+            with pytest.raises(RoundFailed, match="round 0 was removed") as caught:
+                average(engine)
+            assert caught.value.resync and not told(world, "unusable_data")
+            assert not any("/mean" in name for name in faults.objects.by_name)
+        else:
+            assert average(engine).contributors == (0,)
+            assert told(world, "unusable_data") == [{"member": 5, "round": 0, "told_by": 0}]
