@@ -160,6 +160,11 @@ class Rounds:
             return True
         return key.fragment >= 0 and await self._has_state_after(store, key.sequence)
 
+    async def _check_not_removed(self, store: Store, key: RoundKey) -> None:
+        """Raise RoundRemoved if a round in which this worker has posted ended so long ago that it may be gone."""
+        if key.fragment >= 0 and await self._has_state_after(store, key.sequence):
+            raise RoundRemoved(f"round {key.sequence} ended long ago, while this worker slept")
+
     async def _has_state_after(self, store: Store, sequence: int) -> bool:
         """Whether there is a state with this round in it, and so the round has ended."""
         names = [stored.name for stored in await store.list("states/")]
@@ -196,7 +201,8 @@ class Rounds:
             posts = _posts_in(listed)
             if own in posts:
                 self._members.learn_time(posts[own], *written)
-            else:  # a listing may lag behind
+            else:  # a listing may lag behind; or this machine slept, and the round is removed
+                await self._check_not_removed(store, posted.key)
                 posts[own] = Stored(f"{prefix}post/{own}", 0, self._members.now())
             wait = self._seconds_to_plan(posts, posted.key.sequence, settings.patience)
             if wait <= 0:  # look who is there now, before a round goes on without them
@@ -204,6 +210,7 @@ class Rounds:
                 wait = self._seconds_to_plan(posts, posted.key.sequence, settings.patience)
             is_due = wait <= 0 or self._clock() >= deadline
             if is_due and "plan" not in listed:
+                await self._check_not_removed(store, posted.key)
                 await self._make_plan(store, posted, posts)
             if is_due or "plan" in listed:
                 plan = await self._read_plan(store, posted.key)

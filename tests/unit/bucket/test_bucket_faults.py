@@ -360,3 +360,21 @@ def test_data_that_is_gone_is_left_out_but_not_if_the_whole_round_was_removed_me
         else:
             assert average(engine).contributors == (0,)
             assert told(world, "unusable_data") == [{"member": 5, "round": 0, "told_by": 0}]
+
+
+def test_a_worker_that_slept_after_its_post_until_its_round_was_removed_does_not_plan_it_alone() -> None:
+    faults = Faults()
+    with workers(1, faults) as world:
+        prefix = round_prefix(RoundKey(0, 0))
+
+        def before(request: str, name: str) -> None:
+            if request == "list" and name == prefix:  # what has happened while it slept
+                for each in [each for each in faults.objects.by_name if each.startswith(prefix)]:
+                    del faults.objects.by_name[each]
+                faults.objects.by_name["states/0000000009/record"] = (b"", time.time())
+
+        faults.stores[0].before = before
+        with pytest.raises(RoundFailed, match="round 0 ended long ago, while this worker slept") as caught:
+            average(world.engines[0])
+        assert caught.value.resync
+        assert f"{prefix}plan" not in faults.objects.by_name
