@@ -179,3 +179,13 @@ def test_a_joiner_that_asks_ranks_which_do_nothing_together_gets_no_state(monkey
 
     scripted = Scripted(result)
     assert on_ranks(2, work) == [True, True]
+
+
+def test_the_first_rank_s_engine_knows_the_next_round_while_the_ranks_do_nothing_together() -> None:
+    def work(ranks: WorkerRanks) -> int | None:
+        scripted = Scripted(result)
+        engine = FirstRankEngine(scripted if ranks.rank == 0 else None, ranks)
+        engine.next_round = lambda: 56
+        return None if scripted.next_round is None else scripted.next_round()
+
+    assert on_ranks(2, work) == [56, None]

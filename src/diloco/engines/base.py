@@ -104,6 +104,9 @@ class Engine(Connection):
 
     most_state_bytes: int | None = None
     """Set by the outer loop of elastic workers: a state that takes more bytes is not of this run."""
+    next_round: Callable[[], int | None] | None = None
+    """Set by the outer loop of elastic workers: gives the first round that is not in this worker's state, in any thread
+    and without waiting for the trainer; None: its state is of no use."""
 
     def lanes(self, owners: Sequence[tuple[int, ...]]) -> "list[Engine | None]":
         assert list(owners) == [(0,) * len(self.sizes)]

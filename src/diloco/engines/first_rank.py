@@ -126,6 +126,15 @@ class FirstRankEngine(Engine):
         if self.first is not None:
             self.first.most_state_bytes = most
 
+    @property
+    def next_round(self) -> Callable[[], int | None] | None:
+        return None if self.first is None else self.first.next_round
+
+    @next_round.setter
+    def next_round(self, next_round: Callable[[], int | None] | None) -> None:
+        if self.first is not None:
+            self.first.next_round = next_round
+
     def members(self) -> tuple[Member, ...]:
         return self._members
 

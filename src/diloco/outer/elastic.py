@@ -66,6 +66,7 @@ class ElasticLoop(OuterLoop):
         for lane in self.replica.lanes:
             lane.engine.serve_state(partial(self._served, lane))
             lane.engine.most_state_bytes = lane.state_bytes()
+            lane.engine.next_round = self._next_round
         try:
             states = self.replica.fetch_states()
             if states is not None:
@@ -80,11 +81,19 @@ class ElasticLoop(OuterLoop):
     def _served(self, lane: Lane) -> GlobalState:
         """Copy the state to the CPU: a joiner asks in another thread, at any moment."""
         with self.state.lock:
-            if not self._joined or (self.missed is not None and self.missed.diverged):
+            if not self._has_state():
                 raise RoundFailed("this worker's anchors are not the others': it takes theirs over itself")
             if self.state.inner_steps < self.schedule.warm_start:  # joiners ask again until it is over
                 raise RoundFailed("the warm start is not over", withheld=True)
             return GlobalState(lane.copies(), self.state.served_numbers(), lane.layout_digest, note=self.note())
+
+    def _has_state(self) -> bool:
+        return self._joined and (self.missed is None or not self.missed.diverged)
+
+    def _next_round(self) -> int | None:
+        """Return the first round that is not in the anchors; None if they are not the others'."""
+        with self.state.lock:
+            return self.state.unmerged if self._has_state() else None
 
     # What is due
 

@@ -71,7 +71,6 @@ class SwarmEngine(Engine):
         self._files: dict[str, str] = {}
         self._progress_sent_at = 0.0
         self.leave_deadline = math.inf  # see `leave_soon`
-        self._provider: snapshots.Provider | None = None
         self._memory = RoundMemoryPool()
         self._sidecar = SidecarSupervisor(
             settings, self.log, self._on_message, self._emit, self._next_round, command or COMMAND
@@ -142,7 +141,6 @@ class SwarmEngine(Engine):
     # States
 
     def serve_state(self, provider: snapshots.Provider) -> None:
-        self._provider = provider
         self._snapshots.serve(provider)
 
     def pause_serving_state(self, paused: bool) -> None:
@@ -179,12 +177,7 @@ class SwarmEngine(Engine):
 
     def _next_round(self) -> int | None:
         """Return the first round that is not in this worker's state; None if it has no usable state."""
-        if self._provider is None or not self._has_state:
-            return None
-        try:
-            return self._provider().numbers["sequence"]
-        except RoundFailed as failure:
-            return 0 if failure.withheld else None
+        return None if self.next_round is None or not self._has_state else self.next_round()
 
     # Files, progress and status
 

@@ -28,6 +28,7 @@ def main(given: dict[str, Any]) -> None:
         return GlobalState({"anchor": torch.zeros(10)}, {"sequence": sequence, "inner_steps": 0}, "same")
 
     engine.serve_state(state)
+    engine.next_round = lambda: sequence
     engine.fetch_state()
     deadline = time.monotonic() + _SECONDS
     while True:

@@ -180,6 +180,11 @@ class Shifted(Engine):
 
     def serve_state(self, provider: Callable[[], GlobalState]) -> None:
         self.engine.serve_state(lambda: self._counted(provider(), self.by))
+        self.engine.next_round = self._next_round
+
+    def _next_round(self) -> int | None:
+        own = None if self.next_round is None else self.next_round()
+        return None if own is None else own + self.by
 
     def fetch_state(self) -> GlobalState | None:
         state = self.engine.fetch_state()
