@@ -43,6 +43,14 @@ def test_who_was_never_heard_is_shown_as_such() -> None:
     assert row[-3] == "never" and row[-1] == "not met"
 
 
+def test_a_bucket_whose_workers_have_all_left_still_tells_how_far_the_run_is() -> None:
+    told = RunStatus("s3://a/b", (member(0, live=False, left=True, position=400), member(1, live=False)), None, {}, {})
+    assert headlines(told, 400) == [
+        "run s3://a/b · complete after 400 steps · 0 workers · 8 rounds",
+        "0.00 steps/s in all",
+    ]
+
+
 def test_status_tells_of_everyone_where_it_is_how_far_behind_and_what_it_last_gave() -> None:
     assert headlines(TOLD, 400) == [
         "run abcd · step 80 of 400 (20%) · 2 workers · 8 rounds",

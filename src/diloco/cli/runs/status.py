@@ -265,20 +265,22 @@ def headlines(swarm: "RunStatus", steps: int | None = None) -> list[str]:
     leader = next((str(worker.number) for worker in live if worker.peer == swarm.leader), "none")
     rounds = sorted(map(int, swarm.leading))
     now = f"round {rounds[0]} in progress ({swarm.leading[str(rounds[0])]})" if rounds else "between rounds"
-    ended = max((worker.ended_round + 1 for worker in live), default=0)
+    in_bucket = "://" in swarm.run
+    known = (
+        [member for member in swarm.members if member.number >= 0] if in_bucket else live
+    )  # it has all that left too
+    ended = max((worker.ended_round + 1 for worker in known), default=0)
     counted = "1 round" if ended == 1 else f"{ended} rounds"
     speed = sum(1 / worker.step_seconds for worker in live if worker.step_seconds > 0)
     workers = "1 worker" if len(live) == 1 else f"{len(live)} workers"
-    furthest = max((worker.position for worker in live), default=0)
+    furthest = max((worker.position for worker in known), default=0)
     of = "" if not steps else f" of {steps:,} ({furthest / steps:.0%})"
-    tokens = max((worker.run_tokens for worker in live), default=0)
+    tokens = max((worker.run_tokens for worker in known), default=0)
     done = "complete after" if steps is not None and furthest >= steps else "step"
     in_all = [f"{tokens:,} tokens of all workers in the run's means"] if tokens else []
     return [
         f"run {swarm.run} · {done} {furthest:,}{of if done == 'step' else ' steps'} · {workers} · {counted}",
-        f"{now} · {speed:.2f} steps/s in all · led by worker {leader}"
-        if swarm.leader
-        else f"{speed:.2f} steps/s in all",
+        f"{speed:.2f} steps/s in all" if in_bucket else f"{now} · {speed:.2f} steps/s in all · led by worker {leader}",
         *in_all,
     ]
 
