@@ -248,19 +248,26 @@ class _Mean:
         return join_mean(MeanRange(self._worker, tuple(self._comparisons[index].numbers), digest), data)
 
     async def _reduce(self, index: int) -> None:
-        """Compute a range from the contributions, chunk by chunk."""
+        """Compute a range from the contributions, chunk by chunk.
+
+        This worker's own contribution is taken from memory for its own range alone. One that it computes in place of
+        another worker follows from the bucket, so that both would come to the same: data may be cut there.
+        """
         plan = self._plan
+        is_own = plan.contributors[index].worker == self._worker
         chunks = self._ranges[index]
         first = chunks[0].start
         out = torch.empty((self._rows(index), plan.encoding.mean_part_bytes), dtype=torch.uint8)
         total = Comparison.empty(len(plan.contributors))
-        reading = [asyncio.ensure_future(self._read_chunk(chunk)) for chunk in chunks[:_CHUNKS_AHEAD]]
+        reading = [
+            asyncio.ensure_future(self._read_chunk(chunk, from_memory=is_own)) for chunk in chunks[:_CHUNKS_AHEAD]
+        ]
         try:
             for position, chunk in enumerate(chunks):
                 encoded = await reading[position]
                 ahead = position + _CHUNKS_AHEAD
                 if ahead < len(chunks):
-                    reading.append(asyncio.ensure_future(self._read_chunk(chunks[ahead])))
+                    reading.append(asyncio.ensure_future(self._read_chunk(chunks[ahead], from_memory=is_own)))
                 total = total + await self._reduce_chunk(chunk, encoded, out[chunk.start - first : chunk.stop - first])
         finally:
             for request in reading:
@@ -284,16 +291,23 @@ class _Mean:
             first_part=chunk.start,
         )
 
-    async def _read_chunk(self, chunk: range, patience: float | None = None) -> list[Tensor]:
-        """The parts of a chunk from all contributions, in worker order. `patience`: with what is not there yet."""
+    async def _read_chunk(
+        self, chunk: range, patience: float | None = None, *, from_memory: bool = True
+    ) -> list[Tensor]:
+        """The parts of a chunk from all contributions, in worker order. `patience`: with what is not there yet.
+
+        `from_memory`: this worker's own contribution is, if it is there.
+        """
         seconds = self._settings.late_seconds if patience is None else patience
-        reading = [self._read_parts(post, chunk, seconds) for post in self._plan.contributors]
+        own = self._worker if from_memory and self._own_data is not None else None
+        reading = [self._read_parts(post, chunk, seconds, own) for post in self._plan.contributors]
         return list(await asyncio.gather(*reading))
 
-    async def _read_parts(self, post: Post, chunk: range, patience: float) -> Tensor:
+    async def _read_parts(self, post: Post, chunk: range, patience: float, own: int | None) -> Tensor:
         """Raises UnusableData if they are not there, or not what was posted, also some time later: a shared folder may
-        show a file late."""
-        if self._own_data is not None and post.worker == self._worker:
+        show a file late. Those of worker `own` are in memory."""
+        if post.worker == own:
+            assert self._own_data is not None
             return self._own_data[chunk.start : chunk.stop]
         settings = self._settings
         size = post.encoding.part_bytes

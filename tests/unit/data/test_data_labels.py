@@ -99,7 +99,7 @@ def test_documents_without_labels_or_with_one_only_are_refused_with_the_remedy(
     (tmp_path / "one.jsonl").write_text('{"text": "a b c d", "kind": "law"}\n{"text": "e f g h", "kind": "law"}\n')
     with pytest.raises(DataError, match=r"at least two labels, and found: law"):
         prepare(replace(config, source=str(tmp_path / "one.jsonl")))
-    with pytest.raises(ConfigError, match=r"in a swarm the parts change hands"):
+    with pytest.raises(ConfigError, match=r"with engine = swarm the parts change hands"):
         RunConfig(engine="swarm", workers=1, data=config)
 
 
