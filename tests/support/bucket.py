@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco.bucket import records
 from diloco.bucket.engine import BucketEngine
-from diloco.bucket.records import Encoding, Post, RoundPlan
+from diloco.bucket.records import Post, RoundPlan, VectorEncoding
 from diloco.bucket.settings import BucketSettings
 from diloco.bucket.store import Buffer, Store, Stored, StoreUnavailable
 from diloco.engines.header import pack
@@ -165,7 +165,7 @@ class MemoryStore(Store):
 
 def post_of(worker: int, key: RoundKey, *, layout: str = "same", anchor: str = "same") -> Post:
     """A post of 12 parts, of which there are no data anywhere."""
-    encoding = Encoding("fp32", 1024, 12)
+    encoding = VectorEncoding("fp32", 1024, 12)
     header = pack(key, Contribution(None, 1.0, 1.0, anchor, layout))  # type: ignore[arg-type]
     return Post(worker, header, b"", f"{worker:016x}", encoding, (bytes(32),) * len(encoding.chunks()))
 

@@ -162,7 +162,7 @@ def read_record(kind: type[records.Record]) -> Callable[[bytes], object]:
     return lambda data: records.decode(data, kind)
 
 
-BEAT = records.Beat(Status(number=2, has_state=True), 40.0, 3)
+BEAT = records.WorkerBeat(Status(number=2, has_state=True), 40.0, 3)
 STATE_RECORD = records.StateRecord({"sequence": 3}, "layout", b"", "tensors-" + 16 * "0", 5, bytes(32))
 MEAN = records.join_mean(records.MeanRange(1, (1.0, 0.0, 3.0), hashlib.sha256(b"mean").digest()), b"mean")
 PLAN = plan([0, 1, 2])
@@ -260,7 +260,7 @@ PARSERS = {
     "claim of a number": Parser(
         read_record(records.MemberClaim), (records.encode(records.MemberClaim("0" * 16, "here")), *DEEP), RECORD
     ),
-    "beat": Parser(read_record(records.Beat), (records.encode(BEAT), *DEEP), RECORD),
+    "beat": Parser(read_record(records.WorkerBeat), (records.encode(BEAT), *DEEP), RECORD),
     "post": Parser(read_post, (records.encode(post_of(1, RoundKey(3, 0))), *DEEP), RECORD),
     "round's plan": Parser(read_round_plan, (records.encode(plan_of(RoundKey(3, 0), (0, 1, 5))), *DEEP), RECORD),
     "record of a state": Parser(read_record(records.StateRecord), (records.encode(STATE_RECORD), *DEEP), RECORD),

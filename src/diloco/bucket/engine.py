@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from diloco.bucket.node import Node
-from diloco.bucket.records import Encoding
-from diloco.bucket.rounds import EndedRound, PostedRound
+from diloco.bucket.records import VectorEncoding
+from diloco.bucket.rounds import BucketRoundEnd, PostedRound
 from diloco.bucket.settings import BucketSettings
 from diloco.bucket.store import ObjectStore, Store, StoreUnavailable, check_installed, let_threads_end
 from diloco.codecs.encoded import EncodedVector
@@ -113,7 +113,7 @@ class BucketEngine(Engine):
         let_threads_end()
         self._release()
 
-    # Members
+    # BucketMembers
 
     @property
     def workers(self) -> int:  # type: ignore[override]
@@ -156,7 +156,7 @@ class BucketEngine(Engine):
 
     def start_round(self, key: RoundKey, contribution: Contribution, deadline_seconds: float) -> PendingRound:
         vector = contribution.vector
-        encoding = Encoding(vector.codec.name, vector.layout.part_elements, vector.shape[0])
+        encoding = VectorEncoding(vector.codec.name, vector.layout.part_elements, vector.shape[0])
         on_cpu = vector.device.type == "cpu"
         posted = PostedRound(
             key=key,
@@ -172,7 +172,7 @@ class BucketEngine(Engine):
         future = asyncio.run_coroutine_threadsafe(self._node.take_part(posted), self._loop)
         return _BucketRound(self, contribution, posted, future)
 
-    def take_result(self, contribution: Contribution, posted: PostedRound, ended: EndedRound) -> RoundResult:
+    def take_result(self, contribution: Contribution, posted: PostedRound, ended: BucketRoundEnd) -> RoundResult:
         """The result of a round that has ended; raises RoundFailed if it has none for this worker."""
         sequence = posted.key.sequence
         plan = ended.plan
@@ -268,7 +268,7 @@ class BucketEngine(Engine):
 
 class _BucketRound(PendingRound):
     def __init__(
-        self, engine: BucketEngine, contribution: Contribution, posted: PostedRound, future: "Future[EndedRound]"
+        self, engine: BucketEngine, contribution: Contribution, posted: PostedRound, future: "Future[BucketRoundEnd]"
     ) -> None:
         self._engine = engine
         self._contribution = contribution
@@ -301,7 +301,7 @@ class _BucketRound(PendingRound):
             if mean.data_ptr() != self._posted.mean.data_ptr():
                 mean.copy_(self._posted.mean.view(mean.shape))
 
-    def _wait(self) -> EndedRound | None:
+    def _wait(self) -> BucketRoundEnd | None:
         """How the round ended; None if this worker leaves before."""
         while True:
             left = min(self._deadline, self._engine.leave_deadline) - time.monotonic()

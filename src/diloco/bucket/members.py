@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco.atomic_files import replace_file
 from diloco.bucket import rules
-from diloco.bucket.records import MAX_WORKERS, Beat, Malformed, MemberClaim, decode, encode, number_in
+from diloco.bucket.records import MAX_WORKERS, Malformed, MemberClaim, WorkerBeat, decode, encode, number_in
 from diloco.bucket.settings import BucketSettings
 from diloco.bucket.store import Store, Stored
 from diloco.errors import EngineError
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Emit = Callable[[str, Mapping[str, Any]], None]
 
 
-class Members:
+class BucketMembers:
     """This worker's status, and the others' as their latest beats tell them."""
 
     def __init__(self, settings: BucketSettings, emit: Emit, clock: Callable[[], float]) -> None:
@@ -87,7 +87,7 @@ class Members:
     async def beat(self, store: Store, *, left: bool = False) -> None:
         """Tell the others how far this worker is, and hear how far they are."""
         before = self._clock()
-        beat = Beat(self.status, self._settings.lost_seconds, self.first_round, left)
+        beat = WorkerBeat(self.status, self._settings.lost_seconds, self.first_round, left)
         await store.put(f"beats/{self.own}", encode(beat))
         after = self._clock()
         if not left:
@@ -110,7 +110,7 @@ class Members:
         if content is None:
             return
         try:
-            beat = decode(content, Beat)
+            beat = decode(content, WorkerBeat)
             if beat.status.number != number:
                 raise Malformed(f"it is of worker {beat.status.number}")
         except Malformed as problem:

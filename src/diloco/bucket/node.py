@@ -10,9 +10,9 @@ from torch import Tensor
 
 from diloco.bucket import rules
 from diloco.bucket.files import fetch_file, put_files
-from diloco.bucket.members import Emit, Members
+from diloco.bucket.members import BucketMembers, Emit
 from diloco.bucket.records import Malformed, RoundPlan
-from diloco.bucket.rounds import EndedRound, PostedRound, Rounds
+from diloco.bucket.rounds import BucketRoundEnd, PostedRound, Rounds
 from diloco.bucket.settings import BucketSettings
 from diloco.bucket.states import States
 from diloco.bucket.store import PatientStore, Store, StoreUnavailable, check_store
@@ -34,7 +34,7 @@ class Node:
         self._emit = emit
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
-        self.members = Members(settings, emit, clock)
+        self.members = BucketMembers(settings, emit, clock)
         self.rounds = Rounds(settings, self.members, emit, clock)
         self.states = States(settings.state_rounds, settings.label)
         self.most_state_bytes: int | None = None
@@ -63,7 +63,7 @@ class Node:
 
     # Rounds
 
-    async def take_part(self, posted: PostedRound) -> EndedRound:
+    async def take_part(self, posted: PostedRound) -> BucketRoundEnd:
         store = self._patient(posted.deadline_seconds + self._settings.timeout_seconds)
         ended = await self.rounds.take_part(store, posted)
         if ended.plan is not None:

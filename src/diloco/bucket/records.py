@@ -67,7 +67,7 @@ class MemberClaim(Record, frozen=True):
     label: Annotated[str, Meta(max_length=64)] = ""
 
 
-class Beat(Record, frozen=True):
+class WorkerBeat(Record, frozen=True):
     """How far a worker is."""
 
     status: Status
@@ -79,7 +79,7 @@ class Beat(Record, frozen=True):
     """The worker has ended, or was stopped."""
 
 
-class Encoding(Struct, frozen=True, forbid_unknown_fields=True):
+class VectorEncoding(Struct, frozen=True, forbid_unknown_fields=True):
     """How the vectors of a round are encoded: enough for any worker to reduce them."""
 
     codec: Annotated[str, Meta(max_length=32)]
@@ -116,7 +116,7 @@ class Post(Record, frozen=True, dict=True):
     header: Annotated[bytes, Meta(min_length=HEADER_BYTES, max_length=HEADER_BYTES)]
     note: Annotated[bytes, Meta(max_length=MAX_NOTE_BYTES)]
     nonce: Nonce
-    encoding: "Encoding"
+    encoding: "VectorEncoding"
     digests: Annotated[tuple[Digest, ...], Meta(max_length=_MOST_CHUNKS + 1)]
     """SHA-256 of each chunk of parts."""
 
@@ -211,7 +211,7 @@ class RoundPlan(Record, frozen=True, dict=True):
         return tuple(post for post in self.posts if post.worker in chosen)
 
     @property
-    def encoding(self) -> Encoding:
+    def encoding(self) -> VectorEncoding:
         return self.posts[0].encoding
 
     def ranges(self) -> list[list[range]]:

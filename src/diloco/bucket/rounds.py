@@ -22,12 +22,12 @@ from torch import Tensor
 
 from diloco.bucket import rules
 from diloco.bucket.means import CollectedMean, RoundRemoved, collect_mean, memory_of
-from diloco.bucket.members import Emit, Members
+from diloco.bucket.members import BucketMembers, Emit
 from diloco.bucket.records import (
-    Encoding,
     Malformed,
     Post,
     RoundPlan,
+    VectorEncoding,
     decode,
     encode,
     number_in,
@@ -50,7 +50,7 @@ class PostedRound:
     key: RoundKey
     header: bytes
     note: bytes
-    encoding: Encoding
+    encoding: VectorEncoding
     data: Tensor
     """All encoded parts on the CPU, unchanged until the round has ended."""
     mean: Tensor
@@ -61,7 +61,7 @@ class PostedRound:
 
 
 @dataclass(frozen=True)
-class EndedRound:
+class BucketRoundEnd:
     """How a round ended for this worker: with the plan and its mean, or with why not."""
 
     key: RoundKey
@@ -80,7 +80,9 @@ class EndedRound:
 class Rounds:
     """Posts, plans and means, as this worker writes and reads them."""
 
-    def __init__(self, settings: BucketSettings, members: Members, emit: Emit, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: BucketSettings, members: BucketMembers, emit: Emit, clock: Callable[[], float]
+    ) -> None:
         self._settings = settings
         self._members = members
         self._emit = emit
@@ -95,7 +97,7 @@ class Rounds:
 
     # A round of this worker
 
-    async def take_part(self, store: PatientStore, posted: PostedRound) -> EndedRound:
+    async def take_part(self, store: PatientStore, posted: PostedRound) -> BucketRoundEnd:
         """Post, follow the round's plan, and bring the mean into `posted.mean`."""
         started = self._clock()
         key = posted.key
@@ -106,11 +108,11 @@ class Rounds:
         try:
             ended = await self._take_part(store, posted, started + posted.deadline_seconds)
         except StoreUnavailable as problem:
-            ended = EndedRound(key, failure=f"the bucket cannot be reached: {problem}", resync=True)
+            ended = BucketRoundEnd(key, failure=f"the bucket cannot be reached: {problem}", resync=True)
         except RoundRemoved as problem:
-            ended = EndedRound(key, failure=str(problem), resync=True)
+            ended = BucketRoundEnd(key, failure=str(problem), resync=True)
         except Malformed as problem:  # what decides the round cannot be read: no worker has a mean of it
-            ended = EndedRound(key, failure=f"its plan cannot be read: {problem}")
+            ended = BucketRoundEnd(key, failure=f"its plan cannot be read: {problem}")
             self._given_up.discard(key)
         if ended.plan is not None:
             self._given_up.discard(key)
@@ -120,11 +122,11 @@ class Rounds:
         seconds = self._clock() - started
         return replace(ended, sent_bytes=store.sent_bytes, received_bytes=store.received_bytes, seconds=seconds)
 
-    async def _take_part(self, store: Store, posted: PostedRound, deadline: float) -> EndedRound:
+    async def _take_part(self, store: Store, posted: PostedRound, deadline: float) -> BucketRoundEnd:
         key = posted.key
         prefix = round_prefix(key)
         own = self._members.own
-        missed = EndedRound(key, failure="the others ended it without this worker", resync=True)
+        missed = BucketRoundEnd(key, failure="the others ended it without this worker", resync=True)
         if await self._has_ended(store, key):
             return missed
         data = memory_of(posted.data)
@@ -138,7 +140,7 @@ class Rounds:
         plan, made_at = await self._planned(store, posted, (before, posted_at), deadline)
         heard_at = self._clock()
         if not is_first:  # the mean may have the work of that process, which this one's is not
-            return EndedRound(key, failure="an earlier process of this worker has posted in it", resync=True)
+            return BucketRoundEnd(key, failure="an earlier process of this worker has posted in it", resync=True)
         if plan.post_of(own) != post:
             return missed
         mean = await self._collect(store, plan, made_at, posted.data, posted.mean)
@@ -152,7 +154,7 @@ class Rounds:
             send_seconds=max(0.0, ended_at - heard_at - (mean.reduce_seconds or 0.0)),
             reduce_seconds=mean.reduce_seconds,
         )
-        return EndedRound(key, mean.plan, comparison=mean.comparison, phases=phases, mean_digest=mean_digest)
+        return BucketRoundEnd(key, mean.plan, comparison=mean.comparison, phases=phases, mean_digest=mean_digest)
 
     async def _has_ended(self, store: Store, key: RoundKey) -> bool:
         """Whether there is a plan of this round, or was: the round is removed once there are two later states."""

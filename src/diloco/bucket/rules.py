@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from diloco.bucket.records import MAX_WORKERS, Beat, RoundPlan
+from diloco.bucket.records import MAX_WORKERS, RoundPlan, WorkerBeat
 from diloco.core.merging import MAX_WEIGHT_ROUNDS
 
 POLL_SHARE = 0.1
@@ -24,7 +24,7 @@ def poll_seconds(waited_seconds: float, least: float, most: float) -> float:
 class KnownMember:
     """A worker as its latest beat tells it."""
 
-    beat: Beat
+    beat: WorkerBeat
     modified: float
     """When the store got that beat."""
 

@@ -56,10 +56,10 @@ class BucketVisit:
 
     def status(self) -> "RunStatus":
         """The workers, as their latest beats tell them."""
-        from diloco.bucket.members import Members
+        from diloco.bucket.members import BucketMembers
         from diloco.bucket.settings import BucketSettings
 
-        members = Members(BucketSettings(self.url, Path()), lambda _type, _fields: None, time.time)
+        members = BucketMembers(BucketSettings(self.url, Path()), lambda _type, _fields: None, time.time)
         self._run(members.listen, _PATIENCE_SECONDS)
         return members.others_status()
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from diloco.bucket import rules
-from diloco.bucket.records import Beat, RoundPlan
+from diloco.bucket.records import RoundPlan, WorkerBeat
 from diloco.core.merging import MAX_WEIGHT_ROUNDS
 from diloco.engines.rounds import RoundKey
 from diloco.swarm.protocol.status import Status
@@ -14,7 +14,7 @@ from support.bucket import plan_of
 
 def member(number: int, *, at: float, has_state: bool = True, first_round: int = 0, left: bool = False) -> object:
     status = Status(number=number, has_state=has_state)
-    return rules.KnownMember(Beat(status, 40.0, first_round, left), at)
+    return rules.KnownMember(WorkerBeat(status, 40.0, first_round, left), at)
 
 
 def seen_after(*plans: RoundPlan) -> rules.RoundsSeen:
