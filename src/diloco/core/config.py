@@ -396,7 +396,7 @@ class RefusedByRanks:
     option: str
     applies: Callable[[SyncConfig], bool]
     message: str
-    """As in RefusedCombination."""
+    """Says the same as RefusedCombination's."""
 
 
 REFUSED_BY_RANKS_IN_A_SWARM: tuple[RefusedByRanks, ...] = (

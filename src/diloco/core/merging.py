@@ -156,7 +156,7 @@ class _Candidate:
     worker: int
     claim: Claim
     rounds: int
-    """As in `bounded_weights`; 1 where that is not known."""
+    """The rounds of work that it counts as at most (`bounded_weights`); 1 where that is not known."""
     work: float
     """The weight of the steps behind it, bounded."""
     weight: float

@@ -22,7 +22,7 @@ from diloco.errors import ConfigError, EngineError
 
 _LENGTH = struct.Struct("<q")
 _FIRST_BYTES = 56
-"""So many bytes of what `tell` says travel with its length: most of it is short."""
+"""The first bytes of what `tell` says travel with its length: most of it is short."""
 
 
 class WorkerRanks:

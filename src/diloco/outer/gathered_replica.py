@@ -51,7 +51,7 @@ from diloco.outer.shared_replica import SharedReplica
 from diloco.outer.tensors import ModelTensors
 
 _CHUNK_ELEMENTS = 1 << 22
-"""So much of a state is gathered or spread at a time."""
+"""The elements of a state that are gathered or spread at a time."""
 
 
 class GatheredReplica(SharedReplica):
